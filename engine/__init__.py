@@ -1,0 +1,1 @@
+"""The inference engine that both roles share."""

@@ -1,0 +1,122 @@
+"""What asyncio and the engine thread tell each other, through two queues.
+
+Commands are posted in any order and never fail by themselves; what comes of them are events. An id
+that the engine does not know (any more) is ignored: the sender raced with the sequence's end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.errors import SplitserveError
+from protocol.generation import FinishReason, SamplingParams, Token
+from protocol.ids import BlockId, SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class AddSequence:
+    """Queue a sequence for computing. Refused with `SequenceFailed` when it can never fit."""
+
+    seq_id: SequenceId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    output_token_ids: tuple[int, ...] = ()
+    hold: bool = False
+    """Keep the blocks after the next sampled token, until `ReleaseSequence` (prefill role)."""
+    priority: int = 0
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveSequence:
+    """Queue for blocks that hold all tokens but the last, to be filled from outside (decode role).
+
+    Answered by `BlocksAllocated`; after that nobody but the sender writes those blocks (those past
+    the cached prefix), until it says Admit, Recompute or Abort.
+    """
+
+    seq_id: SequenceId
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]
+    """At least one: the token that the prefill worker sampled."""
+    sampling: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitSequence:
+    """The reserved blocks hold validated KV: decode from here."""
+
+    seq_id: SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeSequence:
+    """The reserved blocks hold nothing of worth, and no read into them is pending: compute locally."""
+
+    seq_id: SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class AbortSequence:
+    """Drop a sequence in whatever state; its blocks are free again before the next step.
+
+    No read into its blocks may be pending. Not answered.
+    """
+
+    seq_id: SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseSequence:
+    """Give up the blocks of a HELD sequence. Not answered."""
+
+    seq_id: SequenceId
+
+
+Command = (
+    AddSequence | ReserveSequence | AdmitSequence | RecomputeSequence | AbortSequence | ReleaseSequence
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksAllocated:
+    """A `hold` or reserved sequence has its blocks; they stay put until it is released or aborted."""
+
+    seq_id: SequenceId
+    block_ids: tuple[BlockId, ...]
+    num_cached_tokens: int
+    """Tokens at the start whose KV the prefix cache already gave; a multiple of the block size."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProgressed:
+    """A `hold` sequence's KV is complete up to `num_computed` tokens, and may be read."""
+
+    seq_id: SequenceId
+    num_computed: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokensSampled:
+    """New tokens of one sequence. With a `finish_reason` the sequence is gone and its blocks free.
+
+    For a `hold` sequence without `finish_reason` this is the one token after which it is HELD.
+    """
+
+    seq_id: SequenceId
+    tokens: tuple[Token, ...]
+    finish_reason: FinishReason | None
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFailed:
+    """The sequence is gone and its blocks are free."""
+
+    seq_id: SequenceId
+    error: SplitserveError
+
+
+Event = BlocksAllocated | PrefillProgressed | TokensSampled | SequenceFailed

@@ -1,0 +1,97 @@
+"""The KV hand-off's vocabulary: fingerprints, tickets, leases and verdicts.
+
+P: allocate -> HELD under a lease --renew--> HELD --release--> VALID (blocks freed)
+                               \\--lapse---> EXPIRED (blocks freed)
+D: reserve -> fetch -> release(ticket) -> VALID: admit | EXPIRED, UNKNOWN: discard
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+from protocol.ids import BlockId, TicketId, WorkerIdentity
+
+WIRE_VERSION = 1
+"""Raised with every change of meaning on the wire. History: 1 = first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What two workers must agree on before any KV moves between them."""
+
+    model: str
+    revision: str
+    """Digest of config and weights: equal folders have equal revisions wherever they lie."""
+    dtype: str
+    kv_dtype: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    kv_layout: str = "block,layer,kv,head,token,dim"
+    tensor_parallel_size: int = 1
+    wire_version: int = WIRE_VERSION
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """One line per field that differs, with both values; empty when compatible."""
+        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return [
+            f"{name}: {mine!r} here, {theirs!r} there" for name, mine, theirs in pairs if mine != theirs
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A right to read one prompt's KV blocks from their owner for as long as the lease holds."""
+
+    ticket_id: TicketId
+    owner: WorkerIdentity
+    owner_address: str
+    """host:port of the owner's gRPC server."""
+    block_ids: tuple[BlockId, ...]
+    """The owner's blocks in prompt order; the last one may be partly filled."""
+    num_tokens: int
+    """Tokens whose KV the blocks hold once the prefill is complete."""
+    tokens_ready: int
+    """Tokens whose KV was complete when this ticket was written."""
+    lease_s: float
+    """Seconds from receipt within which the lease must be renewed."""
+
+
+class Verdict(StrEnum):
+    """The owner's final word on a ticket. Sticky: asked again, it is the same."""
+
+    VALID = "valid"
+    EXPIRED = "expired"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseStatus:
+    """The answer to a renewal."""
+
+    held: bool
+    """False: the lease lapsed or the ticket is unknown; whatever was read must be discarded."""
+    tokens_ready: int
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PoolDescription:
+    """One rank's registered KV pool, as its transport peers need to know it."""
+
+    num_blocks: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransportEndpoint:
+    """How a reader reaches one rank's pool; `metadata` is opaque to all but the transport."""
+
+    transport: str
+    """'nixl', 'loopback', ...: both sides must use the same."""
+    agent: str
+    """Never reused: it carries the worker's incarnation."""
+    pool: PoolDescription
+    metadata: bytes

@@ -1,0 +1,1 @@
+"""The .proto and the code that `make protocol` generates from it."""
