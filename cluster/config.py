@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
 from protocol.errors import StartupError
 from protocol.ids import Role
 
 DEMO_MODEL = "demo"
 """Stands for the small model that `make serve` installs."""
-
-_SIZE_UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9, "b": 1}
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 """0 takes a free one."""
@@ -36,59 +34,50 @@ class HttpConfig(_Section):
     port: Port = 8000
     api_key_file: Path | None = None
     """File whose first line clients must send as `Authorization: Bearer`; null: no key asked for."""
-    max_body_bytes: int = Field(4 * 2**20, ge=1024)
+    max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
 
 
 class RouterConfig(_Section):
     """Admission and the life of a request."""
 
-    max_num_inflight: int = Field(512, ge=1)
+    max_num_inflight: int = Field(default=512, ge=1)
     """Requests in the cluster at once; beyond it 429 with Retry-After."""
-    deadline_s: float = Field(600.0, gt=0)
+    deadline_s: float = Field(default=600.0, gt=0)
     """Longest life of a request whose client names no deadline."""
-    worker_wait_s: float = Field(30.0, ge=0)
+    worker_wait_s: float = Field(default=30.0, ge=0)
     """How long a request waits for a worker of a role to appear."""
-    max_retries: int = Field(3, ge=0)
+    max_retries: int = Field(default=3, ge=0)
 
 
 class PoolConfig(_Section):
     """One pool of workers: all prefill workers, or all decode workers."""
 
-    num_workers: int = Field(1, ge=1)
-    num_blocks: int | None = Field(None, ge=2)
+    num_workers: int = Field(default=1, ge=1)
+    num_blocks: int | None = Field(default=None, ge=2)
     """KV blocks of one worker; null: as many as `kv_cache_memory` holds."""
-    kv_cache_memory: str = "512MiB"
+    kv_cache_memory: ByteSize = ByteSize(512 * 2**20)
     """Bytes for KV blocks of one worker, such as 512MiB or 4GiB."""
-    max_num_seqs: int = Field(64, ge=1)
-    max_num_batched_tokens: int = Field(512, ge=1)
+    max_num_seqs: int = Field(default=64, ge=1)
+    max_num_batched_tokens: int = Field(default=512, ge=1)
     """Token budget of one engine step."""
     threads: int | Literal["auto"] = "auto"
     """Threads of one engine; auto divides the machine's cores between the engines on it."""
-    num_cpus: float = Field(1.0, ge=0)
+    num_cpus: float = Field(default=1.0, ge=0)
     """What Ray reserves for one worker."""
-    num_gpus: float = Field(0.0, ge=0)
+    num_gpus: float = Field(default=0.0, ge=0)
     resources: dict[str, float] = Field(default_factory=dict)
     """Custom Ray resources that place this pool, such as {"prefill_host": 1}."""
     host: str = "127.0.0.1"
     """Address that the workers' gRPC listens on and that other hosts reach; auto: the node's own."""
-
-    @property
-    def kv_cache_bytes(self) -> int:
-        return parse_size(self.kv_cache_memory)
-
-    @model_validator(mode="after")
-    def _check_size(self) -> PoolConfig:
-        parse_size(self.kv_cache_memory)
-        return self
 
 
 class KvTransferConfig(_Section):
     """How KV blocks move from prefill to decode workers."""
 
     transport: Literal["nixl", "loopback"] = "nixl"
-    lease_s: float = Field(10.0, gt=0)
+    lease_s: float = Field(default=10.0, gt=0)
     """A held prompt is given up when its reader has not renewed for this long."""
-    fetch_timeout_s: float = Field(30.0, gt=0)
+    fetch_timeout_s: float = Field(default=30.0, gt=0)
     on_failure: Literal["recompute", "fail"] = "recompute"
 
 
@@ -97,7 +86,7 @@ class RayConfig(_Section):
 
     address: str | None = None
     """null starts a local one; 'auto' or host:port joins one."""
-    object_store_bytes: int = Field(100_000_000, ge=80_000_000)
+    object_store_bytes: int = Field(default=100_000_000, ge=80_000_000)
 
 
 class ClusterConfig(_Section):
@@ -108,17 +97,17 @@ class ClusterConfig(_Section):
     served_model_name: str | None = None
     """What clients call it; null: 'demo', or the last part of `model`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    block_size: int = Field(16, ge=1, le=1024)
-    max_model_len: int | None = Field(None, ge=2)
+    block_size: int = Field(default=16, ge=1, le=1024)
+    max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt + output; null: what the model was trained for."""
     enable_prefix_caching: bool = True
     cache_dir: Path = Path("~/.cache/splitserve")
-    http: HttpConfig = HttpConfig()
-    router: RouterConfig = RouterConfig()
-    prefill: PoolConfig = PoolConfig()
-    decode: PoolConfig = PoolConfig()
-    kv_transfer: KvTransferConfig = KvTransferConfig()
-    ray: RayConfig = RayConfig()
+    http: HttpConfig = Field(default_factory=HttpConfig)
+    router: RouterConfig = Field(default_factory=RouterConfig)
+    prefill: PoolConfig = Field(default_factory=PoolConfig)
+    decode: PoolConfig = Field(default_factory=PoolConfig)
+    kv_transfer: KvTransferConfig = Field(default_factory=KvTransferConfig)
+    ray: RayConfig = Field(default_factory=RayConfig)
 
     @property
     def model_name(self) -> str:
@@ -126,19 +115,6 @@ class ClusterConfig(_Section):
 
     def pool(self, role: Role) -> PoolConfig:
         return self.prefill if role is Role.PREFILL else self.decode
-
-
-def parse_size(text: str) -> int:
-    """Bytes of '512MiB', '4 GB' or '1048576'. Raises `ValueError`."""
-    lowered = text.strip().lower()
-    unit = next((u for u in _SIZE_UNITS if lowered.endswith(u)), "")
-    try:
-        size = int(float(lowered.removesuffix(unit)) * _SIZE_UNITS.get(unit, 1))
-    except (ValueError, OverflowError):
-        raise ValueError(f"{text!r} is no size; write it like 512MiB or 4GiB") from None
-    if size <= 0:
-        raise ValueError(f"{text!r} is no positive size")
-    return size
 
 
 def load_config(path: Path | None, overrides: Mapping[str, object] | None = None) -> ClusterConfig:
