@@ -1,1 +1,22 @@
-"""weights."""
+"""Where weights come from: finding a model, converting GGUF, reading safetensors.
+
+    spec --resolve_model--> ModelFolder --load_weights--> {Hugging Face name: tensor}
+
+Imports no torch by itself; `load_weights` does.
+"""
+
+from engine.weights.demo import demo_model_path
+from engine.weights.folder import ModelFolder
+from engine.weights.load import load_weights
+from engine.weights.progress import Progress, SilentProgress, console_progress
+from engine.weights.resolve import resolve_model
+
+__all__ = [
+    "ModelFolder",
+    "Progress",
+    "SilentProgress",
+    "console_progress",
+    "demo_model_path",
+    "load_weights",
+    "resolve_model",
+]

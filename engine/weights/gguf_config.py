@@ -1,0 +1,189 @@
+"""A GGUF file's metadata as Hugging Face's config.json and generation_config.json."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+from engine.weights.gguf_file import GgufFile
+from protocol.errors import StartupError
+
+_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""Mistral files call themselves llama; the mathematics is the same."""
+SUPPORTED_ARCHITECTURES = tuple(sorted(_CLASSES))
+ROPE_FACTORS_TENSOR = "rope_freqs.weight"
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
+"""The same in all published models with this scaling; only the factor differs."""
+
+
+def hf_config(gguf: GgufFile) -> dict[str, Any]:
+    """The content of config.json. Raises `StartupError` for what cannot be served."""
+    _refuse_unsupported(gguf)
+    num_heads = int(gguf.needed("attention.head_count"))
+    hidden_size = int(gguf.needed("embedding_length"))
+    config = {
+        "architectures": [_CLASSES[gguf.architecture]],
+        "model_type": gguf.architecture,
+        "dtype": "float32",
+        "hidden_act": "silu",
+        "hidden_size": hidden_size,
+        "intermediate_size": int(gguf.needed("feed_forward_length")),
+        "num_hidden_layers": int(gguf.needed("block_count")),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": int(gguf.of_architecture("attention.head_count_kv", num_heads)),
+        "head_dim": _head_dim(gguf, hidden_size // num_heads),
+        "rms_norm_eps": _shortest(gguf.needed("attention.layer_norm_rms_epsilon")),
+        "max_position_embeddings": int(gguf.needed("context_length")),
+        "rope_parameters": _rope_parameters(gguf),
+        "vocab_size": _vocab_size(gguf),
+        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+        **_token_ids(gguf),
+    }
+    if gguf.architecture != "qwen2":  # its biases are part of the architecture
+        config["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
+    if gguf.architecture == "llama":
+        config["mlp_bias"] = "blk.0.ffn_gate.bias" in gguf.tensors
+    return config
+
+
+def generation_config(gguf: GgufFile) -> dict[str, Any]:
+    """The content of generation_config.json: which tokens begin and end an answer."""
+    return _token_ids(gguf)
+
+
+def end_token_ids(gguf: GgufFile) -> list[int]:
+    """All tokens that the file says end an answer, the main one first."""
+    found = [gguf.metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS]
+    return list(dict.fromkeys(int(token_id) for token_id in found if token_id is not None))
+
+
+def _token_ids(gguf: GgufFile) -> dict[str, Any]:
+    ends = end_token_ids(gguf)
+    return {
+        "bos_token_id": gguf.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": gguf.metadata.get("tokenizer.ggml.padding_token_id"),
+    }
+
+
+def _refuse_unsupported(gguf: GgufFile) -> None:
+    if gguf.architecture not in _CLASSES:
+        raise StartupError(
+            f"{gguf.path} holds a model of architecture {gguf.architecture!r}; "
+            f"supported in GGUF files: {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    if gguf.of_architecture("expert_count", 0):
+        raise StartupError(f"{gguf.path} holds a mixture-of-experts model, which is not supported")
+    if gguf.of_architecture("attention.sliding_window"):
+        raise StartupError(
+            f"{gguf.path} holds a model with sliding-window attention, which is not supported"
+        )
+
+
+def _head_dim(gguf: GgufFile, default: int) -> int:
+    rotary = gguf.of_architecture("rope.dimension_count")
+    head_dim = int(gguf.of_architecture("attention.key_length") or rotary or default)
+    value_dim = int(gguf.of_architecture("attention.value_length") or head_dim)
+    if value_dim != head_dim or int(rotary or head_dim) != head_dim:
+        raise StartupError(
+            f"{gguf.path}: key size {head_dim}, value size {value_dim} and rotary size {rotary} of a head "
+            "must be equal"
+        )
+    return head_dim
+
+
+def _vocab_size(gguf: GgufFile) -> int:
+    """Rows of the embedding: some files pad it, or state another number."""
+    embedding = gguf.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise StartupError(f"{gguf.path} lacks the tensor 'token_embd.weight': download it again")
+    return embedding.num_rows
+
+
+def _rope_parameters(gguf: GgufFile) -> dict[str, Any]:
+    theta = {"rope_theta": _shortest(gguf.of_architecture("rope.freq_base", 10000.0))}
+    kind = gguf.of_architecture("rope.scaling.type", "none")
+    if ROPE_FACTORS_TENSOR in gguf.tensors:
+        return theta | _llama3_scaling(gguf)
+    if kind == "none":
+        linear = _shortest(gguf.of_architecture("rope.scale_linear", 1.0))
+        return theta | ({"rope_type": "default"} if linear == 1.0 else _linear_scaling(linear))
+    if kind == "linear":
+        return theta | _linear_scaling(_shortest(gguf.needed("rope.scaling.factor")))
+    if kind == "yarn":
+        return theta | _yarn_scaling(gguf)
+    raise StartupError(
+        f"{gguf.path} scales its rotary embedding by {kind!r}; supported: none, linear, yarn, llama3"
+    )
+
+
+def _linear_scaling(factor: float) -> dict[str, Any]:
+    return {"rope_type": "linear", "factor": factor}
+
+
+def _yarn_scaling(gguf: GgufFile) -> dict[str, Any]:
+    if gguf.of_architecture("rope.scaling.yarn_log_multiplier"):
+        raise StartupError(f"{gguf.path} uses a variant of YaRN (log multiplier) that is not supported")
+    factor = _shortest(gguf.needed("rope.scaling.factor"))
+    original = int(
+        gguf.of_architecture("rope.scaling.original_context_length") or gguf.needed("context_length")
+    )
+    scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+        if (value := gguf.of_architecture(f"rope.scaling.{theirs}")) is not None:
+            scaling[ours] = _shortest(value)
+    attention = _shortest(gguf.of_architecture("rope.scaling.attn_factor", 1.0))
+    if attention != 1.0:  # the file's multiplies what the paper's formula gives, ours replaces it
+        scaling["attention_factor"] = attention * (0.1 * math.log(factor) + 1.0)
+    return scaling
+
+
+def _llama3_scaling(gguf: GgufFile) -> dict[str, Any]:
+    """Find the one number behind the per-frequency factors that such files store instead of it."""
+    tensor = gguf.tensors[ROPE_FACTORS_TENSOR]
+    if tensor.kind != 0:
+        raise StartupError(f"{gguf.path}: {ROPE_FACTORS_TENSOR} is not stored as F32")
+    stored = struct.unpack_from(f"<{tensor.num_rows}f", gguf.data, tensor.offset)
+    factor = _shortest(max(stored))
+    if factor == 1.0:
+        return {"rope_type": "default"}
+    theta = float(gguf.of_architecture("rope.freq_base", 10000.0))
+    if not all(map(_close, stored, _llama3_factors(theta, len(stored), factor))):
+        raise StartupError(
+            f"{gguf.path} scales its rotary embedding in a way that is not supported "
+            f"({ROPE_FACTORS_TENSOR} is not Llama 3's)"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": _LLAMA3_LOW,
+        "high_freq_factor": _LLAMA3_HIGH,
+        "original_max_position_embeddings": _LLAMA3_CONTEXT,
+    }
+
+
+def _llama3_factors(theta: float, num_frequencies: int, factor: float) -> list[float]:
+    """By what Llama 3.1 divides each frequency, from the fastest to the slowest."""
+    factors = []
+    for index in range(num_frequencies):
+        wavelength = 2 * math.pi * theta ** (index / num_frequencies)
+        smooth = (_LLAMA3_CONTEXT / wavelength - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)
+        smooth = min(1.0, max(0.0, smooth))
+        factors.append(1.0 / ((1.0 - smooth) / factor + smooth))
+    return factors
+
+
+def _close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-3)
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal that a float32 of the file stands for: 1e-05, not 9.99999974e-06."""
+    (single,) = struct.unpack("<f", struct.pack("<f", value))
+    for digits in range(1, 10):
+        candidate = float(f"{single:.{digits}g}")
+        if struct.pack("<f", candidate) == struct.pack("<f", single):
+            return candidate
+    return float(single)

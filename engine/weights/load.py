@@ -1,0 +1,87 @@
+"""Weights from a model folder into memory, without a copy where the stored type is the wanted one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from engine.weights.checkpoint import StoredTensor, read_checkpoint
+from engine.weights.folder import ModelFolder
+from engine.weights.progress import Progress, tracked
+from protocol.errors import StartupError
+
+if TYPE_CHECKING:
+    import torch
+
+_FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+_DERIVED = "rotary_emb.inv_freq"
+"""A buffer that old checkpoints carry and that models compute from the config."""
+
+
+def load_weights(
+    folder: ModelFolder,
+    dtype: torch.dtype,
+    *,
+    expected: Iterable[str] | None = None,
+    progress: Progress | None = None,
+) -> dict[str, torch.Tensor]:
+    """The model's tensors on the CPU, by Hugging Face name.
+
+    A tensor that is stored as `dtype` is a read-only view of the mapped file: workers on one machine
+    share its pages, and it must not be written to. The others are cast, one after the other.
+    The output projection of a model with tied embeddings is left out. With `expected`, every name in
+    it must be there. Raises `StartupError` that names the file and what to do.
+    """
+    stored = [tensor for tensor in read_checkpoint(folder.path) if _is_needed(tensor, folder)]
+    _check_types(stored)
+    _check_expected(folder, stored, expected)
+    stored.sort(key=lambda tensor: (tensor.file, tensor.offset))  # reads each file from front to back
+    weights: dict[str, torch.Tensor] = {}
+    total_bytes = sum(tensor.num_bytes for tensor in stored)
+    with tracked(progress, f"Loading {folder.name}", total_bytes) as advance:
+        for _, shard in groupby(stored, key=lambda tensor: tensor.file):
+            for tensor, value in _read(list(shard), dtype):
+                weights[tensor.name] = value
+                advance(tensor.num_bytes)
+    return weights
+
+
+def _read(tensors: list[StoredTensor], dtype: torch.dtype) -> Iterable[tuple[StoredTensor, torch.Tensor]]:
+    """The tensors of one file."""
+    from safetensors import SafetensorError, safe_open
+
+    file = tensors[0].file
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for tensor in tensors:
+                yield tensor, opened.get_tensor(tensor.name).to(dtype)
+    except (SafetensorError, OSError) as error:
+        raise StartupError(f"{file} cannot be read ({error}): download it again") from error
+
+
+def _is_needed(tensor: StoredTensor, folder: ModelFolder) -> bool:
+    if tensor.name.endswith(_DERIVED):
+        return False
+    return not (tensor.name == "lm_head.weight" and folder.config.get("tie_word_embeddings", False))
+
+
+def _check_types(tensors: Iterable[StoredTensor]) -> None:
+    for tensor in tensors:
+        if tensor.dtype not in _FLOAT_TYPES:
+            raise StartupError(
+                f"{tensor.file} stores {tensor.name!r} as {tensor.dtype}, which is not supported: "
+                f"use a model stored as one of {', '.join(_FLOAT_TYPES)}, or a GGUF"
+            )
+
+
+def _check_expected(
+    folder: ModelFolder, stored: Iterable[StoredTensor], expected: Iterable[str] | None
+) -> None:
+    missing = sorted(set(expected or ()) - {tensor.name for tensor in stored})
+    if missing:
+        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise StartupError(
+            f"{folder.path} lacks {len(missing)} tensors that its config.json calls for ({shown}): "
+            "the weights are incomplete or belong to another model; download the model again"
+        )
