@@ -1,1 +1,45 @@
-"""rpc."""
+"""gRPC plumbing: authenticated channels and servers, sessions, and what the two workers share.
+
+- `open_channel`, `start_server`: both ends, with the cluster token, keepalive and size limits.
+- `WorkerSession`: a router's end of the one stream to a worker. `FrameOutbox`, `run_session`: the
+  worker's end.
+- `abort`, `error_from_rpc`, `rpc_errors`: the error tree across a call.
+- `EngineLink`, `Health`, `TaskSet`, `Announcer`, `AdminService`, `EngineCollector`: a worker's life
+  beside its role.
+"""
+
+from __future__ import annotations
+
+from rpc.admin import AdminService
+from rpc.announcer import Announcer
+from rpc.client import open_channel
+from rpc.engine_link import Engine, EngineLink, EngineStats
+from rpc.engine_metrics import EngineCollector
+from rpc.failures import abort, error_from_rpc, rpc_errors
+from rpc.frames import FrameOutbox, run_session
+from rpc.health import Health
+from rpc.server import Registrar, RunningServer, join_address, start_server
+from rpc.tasks import TaskSet
+from rpc.worker_session import WorkerSession
+
+__all__ = [
+    "AdminService",
+    "Announcer",
+    "Engine",
+    "EngineCollector",
+    "EngineLink",
+    "EngineStats",
+    "FrameOutbox",
+    "Health",
+    "Registrar",
+    "RunningServer",
+    "TaskSet",
+    "WorkerSession",
+    "abort",
+    "error_from_rpc",
+    "join_address",
+    "open_channel",
+    "rpc_errors",
+    "run_session",
+    "start_server",
+]

@@ -1,0 +1,40 @@
+"""Is this worker fit to serve? The first fault makes it unfit for good: it is replaced, not repaired."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from protocol.errors import EngineFault, SplitserveError
+
+_log = logging.getLogger(__name__)
+
+
+class Health:
+    """Remembers the first fault and tells those who asked to know. Used on one event loop."""
+
+    def __init__(self) -> None:
+        self._fault: SplitserveError | None = None
+        self._listeners: list[Callable[[SplitserveError], None]] = []
+
+    @property
+    def fault(self) -> SplitserveError | None:
+        return self._fault
+
+    def on_fault(self, listener: Callable[[SplitserveError], None]) -> None:
+        """Call `listener` once, at the first fault."""
+        self._listeners.append(listener)
+
+    def report(self, fault: SplitserveError) -> None:
+        """Declare the worker unfit. Later reports change nothing."""
+        if self._fault is not None:
+            return
+        self._fault = fault
+        _log.error("this worker is unfit: %s", fault)
+        for listener in self._listeners:
+            listener(fault)
+
+    def check(self) -> None:
+        """Raise `EngineFault` when the worker is unfit."""
+        if self._fault is not None:
+            raise EngineFault(self._fault.message) from self._fault
