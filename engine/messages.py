@@ -98,11 +98,13 @@ class PrefillProgressed:
     num_computed: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokensSampled:
     """New tokens of one sequence. With a `finish_reason` the sequence is gone and its blocks free.
 
     For a `hold` sequence without `finish_reason` this is the one token after which it is HELD.
+    Nobody changes it; it is not frozen because one is made per sequence and step, and a frozen one
+    takes six times as long to make.
     """
 
     seq_id: SequenceId

@@ -32,6 +32,8 @@ class StepPlan:
     slices: Items[Slice]
     num_tokens: int
     """Sum over the slices."""
+    num_decodes: int = 0
+    """The first so many slices are sequences with one pending token that were decoding before."""
 
 
 @dataclass(frozen=True, slots=True)

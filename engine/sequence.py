@@ -12,9 +12,11 @@ A sequence has no phase: every step just lets `num_computed` chase `len(token_id
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from engine.prefix_hash import BlockKey
 from protocol.generation import SamplingParams
 from protocol.ids import BlockId, SequenceId
 
@@ -50,6 +52,20 @@ class Sequence:
     num_cached: int = 0
     """Tokens of the prompt that the prefix cache gave at the first admission."""
     block_table: list[BlockId] = field(default_factory=list)
+    arrival_index: int = 0
+    """Counts up over the engine's life; no two sequences share one."""
+    length_limit: int = sys.maxsize
+    """`len(token_ids)` at which the sequence ends."""
+    min_length: int = 0
+    """`len(token_ids)` before which no token ends the sequence."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Every token that ends the sequence, the model's end-of-sequence tokens among them."""
+    was_admitted: bool = False
+    """It had blocks before: `num_cached` is settled."""
+    block_keys: list[BlockKey] = field(default_factory=list)
+    """Names of the first full blocks, as far as they were needed."""
+    num_registered_blocks: int = 0
+    """Blocks of `block_table` that were offered to the prefix cache or came from it."""
 
     @property
     def num_output_tokens(self) -> int:

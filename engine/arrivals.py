@@ -1,0 +1,80 @@
+"""May a new sequence enter the engine, and as what?"""
+
+from __future__ import annotations
+
+from engine.config import SchedulerConfig
+from engine.messages import AddSequence, ReserveSequence
+from engine.sequence import Sequence, SequenceState
+from protocol.errors import InvalidRequest
+from protocol.generation import FinishReason
+
+
+def sequence_from(
+    command: AddSequence | ReserveSequence,
+    config: SchedulerConfig,
+    eos_token_ids: frozenset[int],
+    arrival_index: int,
+    now_s: float,
+) -> Sequence:
+    """Build the sequence that a command asks for; WAITING or RESERVING, without blocks."""
+    sampling = command.sampling
+    num_prompt_tokens = len(command.prompt_token_ids)
+    reserves = isinstance(command, ReserveSequence)
+    stop_token_ids = frozenset(sampling.stop_token_ids)
+    return Sequence(
+        seq_id=command.seq_id,
+        sampling=sampling,
+        token_ids=[*command.prompt_token_ids, *command.output_token_ids],
+        num_prompt_tokens=num_prompt_tokens,
+        hold=isinstance(command, AddSequence) and command.hold,
+        priority=command.priority,
+        cache_salt=command.cache_salt,
+        arrival_s=now_s,
+        state=SequenceState.RESERVING if reserves else SequenceState.WAITING,
+        arrival_index=arrival_index,
+        length_limit=min(num_prompt_tokens + sampling.max_tokens, config.max_model_len),
+        min_length=num_prompt_tokens + sampling.min_tokens,
+        stop_token_ids=stop_token_ids if sampling.ignore_eos else stop_token_ids | eos_token_ids,
+    )
+
+
+def why_never(sequence: Sequence, config: SchedulerConfig) -> InvalidRequest | None:
+    """Return why this engine can never serve the sequence; None when it can."""
+    if sequence.num_prompt_tokens == 0:
+        return InvalidRequest("the prompt is empty", param="prompt")
+    if sequence.state is SequenceState.RESERVING and sequence.num_output_tokens == 0:
+        return InvalidRequest("a reserved sequence needs the token that its prefill sampled")
+    if sequence.num_prompt_tokens >= config.max_model_len:
+        return InvalidRequest(
+            f"the prompt has {sequence.num_prompt_tokens} tokens; with at least one output token that is "
+            f"more than the model's context of {config.max_model_len}",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if finish_reason(sequence) is not None:
+        return InvalidRequest(
+            "the sequence is complete already: nothing is left to generate", param="max_tokens"
+        )
+    return _why_too_large(sequence, config)
+
+
+def finish_reason(sequence: Sequence) -> FinishReason | None:
+    """Return why the sequence ends with the tokens that it has; None when it goes on."""
+    length = len(sequence.token_ids)
+    may_stop = length > sequence.num_prompt_tokens and length >= sequence.min_length
+    if may_stop and sequence.token_ids[-1] in sequence.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if length >= sequence.length_limit else None
+
+
+def _why_too_large(sequence: Sequence, config: SchedulerConfig) -> InvalidRequest | None:
+    # The last sampled token has no KV; a held sequence stops growing after its next token.
+    num_kv_tokens = len(sequence.token_ids) if sequence.hold else sequence.length_limit - 1
+    num_blocks = config.blocks_for(num_kv_tokens)
+    if num_blocks <= config.num_usable_blocks:
+        return None
+    return InvalidRequest(
+        f"the sequence may grow to {num_blocks} KV blocks of {config.block_size} tokens, and this worker "
+        f"has {config.num_usable_blocks}: ask for fewer tokens",
+        param="max_tokens",
+    )

@@ -1,0 +1,150 @@
+"""Which blocks are free, how often is each one used, and which hold a prefix worth keeping?
+
+    blank --allocate--> referenced --last free, not cached--> blank
+                         |      ^ \\--last free, cached--> evictable --allocate (oldest first)--> referenced
+                       cache    +------------share--------------+
+Every operation is O(1) per block. Owned by one thread; knows nothing of sequences.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+
+from engine.prefix_hash import BlockHash, BlockKey
+from protocol.errors import EngineFault
+from protocol.ids import BlockId
+
+NULL_BLOCK = BlockId(0)
+"""Never handed out: padding may point at it."""
+
+
+class BlockPool:
+    """Ref-counted blocks 1 .. num_blocks - 1 with a prefix cache over their contents.
+
+    Callers check `num_free` first: asking for more than that, or freeing what is not referenced,
+    breaks an invariant and raises `EngineFault`.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_total = num_blocks - 1
+        """Blocks that can ever be handed out: without the null block."""
+        self._ref_counts = [0] * num_blocks
+        self._blank = [BlockId(i) for i in range(num_blocks - 1, 0, -1)]
+        # An OrderedDict drops both its oldest and any middle entry in O(1); a dict or a deque does not.
+        self._evictable: OrderedDict[BlockId, None] = OrderedDict()
+        self._keys: list[BlockKey | None] = [None] * num_blocks
+        self._by_hash: dict[BlockHash, BlockId] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out now, evictable ones included."""
+        return len(self._blank) + len(self._evictable)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that the prefix cache can give, referenced or not."""
+        return len(self._by_hash)
+
+    def ref_count(self, block_id: BlockId) -> int:
+        return self._ref_counts[block_id]
+
+    def allocate(self, num_blocks: int) -> list[BlockId]:
+        """Hand out blocks with one reference each: blank ones first, then the least recently used."""
+        if num_blocks > self.num_free:
+            raise EngineFault(f"{num_blocks} blocks asked for, {self.num_free} are free")
+        return [self._allocate_one() for _ in range(num_blocks)]
+
+    def share(self, block_ids: Iterable[BlockId]) -> None:
+        """Add a reference to blocks that are referenced or evictable."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                if block_id not in self._evictable:
+                    raise EngineFault(f"block {block_id} is shared but holds nothing")
+                del self._evictable[block_id]
+            self._ref_counts[block_id] += 1
+
+    def free(self, block_ids: Items[BlockId]) -> None:
+        """Drop one reference of each block, last block first.
+
+        So a sequence's tail is evicted before its head, which more sequences can share.
+        """
+        for block_id in reversed(block_ids):
+            if self._ref_counts[block_id] <= 0:
+                raise EngineFault(f"block {block_id} is freed but not referenced")
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
+                self._retire(block_id)
+
+    def cache(self, block_id: BlockId, key: BlockKey) -> None:
+        """Let the prefix cache give this referenced block, whose KV is complete, under `key`.
+
+        The first block of a content wins: a twin stays out and becomes blank when it is freed.
+        """
+        if self._ref_counts[block_id] == 0:
+            raise EngineFault(f"block {block_id} enters the prefix cache but is not referenced")
+        if self._keys[block_id] is None and key.block_hash not in self._by_hash:
+            self._keys[block_id] = key
+            self._by_hash[key.block_hash] = block_id
+
+    def cached_prefix(self, keys: Iterable[BlockKey]) -> list[BlockId]:
+        """Return the blocks of the longest cached prefix of a chain. Takes no references."""
+        found: list[BlockId] = []
+        for key in keys:
+            block_id = self._by_hash.get(key.block_hash)
+            if block_id is None or self._keys[block_id] != key:
+                break
+            found.append(block_id)
+        return found
+
+    def check_integrity(self) -> None:
+        """Raise `EngineFault` unless every block is in exactly one place."""
+        blank, evictable = set(self._blank), set(self._evictable)
+        referenced = {BlockId(i) for i, count in enumerate(self._ref_counts) if count > 0}
+        cached = {BlockId(i) for i, key in enumerate(self._keys) if key is not None}
+        found = {key.block_hash: BlockId(i) for i, key in enumerate(self._keys) if key is not None}
+        everything = {BlockId(i) for i in range(1, self.num_total + 1)}
+        _require(min(self._ref_counts) >= 0, "a reference count is negative")
+        _require(len(blank) == len(self._blank), "a block is blank twice")
+        _require(blank | evictable | referenced == everything, "a block is lost, or the null block is used")
+        _require(
+            len(blank) + len(evictable) + len(referenced) == self.num_total,
+            "a block is in two places at once",
+        )
+        _require(not blank & cached, "a blank block is in the prefix cache")
+        _require(evictable <= cached, "an evictable block is not in the prefix cache")
+        _require(found == self._by_hash, "the prefix cache points at other blocks than those that hold it")
+
+    def assert_idle(self) -> None:
+        """Raise `EngineFault` unless no block is referenced."""
+        self.check_integrity()
+        leaked = [i for i, count in enumerate(self._ref_counts) if count > 0]
+        _require(not leaked, f"blocks are referenced in an idle pool: {leaked}")
+
+    def _allocate_one(self) -> BlockId:
+        if self._blank:
+            block_id = self._blank.pop()
+        else:
+            block_id, _ = self._evictable.popitem(last=False)
+            self._forget(block_id)
+        self._ref_counts[block_id] = 1
+        return block_id
+
+    def _retire(self, block_id: BlockId) -> None:
+        if self._keys[block_id] is None:
+            self._blank.append(block_id)
+        else:
+            self._evictable[block_id] = None
+
+    def _forget(self, block_id: BlockId) -> None:
+        key = self._keys[block_id]
+        if key is None:
+            raise EngineFault(f"block {block_id} was evictable but not cached")
+        del self._by_hash[key.block_hash]
+        self._keys[block_id] = None
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise EngineFault(message)

@@ -1,0 +1,191 @@
+"""The engine without thread and device: commands and steps in, events out.
+
+A step is `plan = schedule(); result = execute(plan); events = apply(plan, result)` and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.arrivals import sequence_from, why_never
+from engine.config import SchedulerConfig
+from engine.integrity import check_roster
+from engine.messages import (
+    AbortSequence,
+    AddSequence,
+    AdmitSequence,
+    Command,
+    Event,
+    RecomputeSequence,
+    ReleaseSequence,
+    ReserveSequence,
+    SequenceFailed,
+)
+from engine.outcome import apply_result
+from engine.plan import Executor, StepResult
+from engine.roster import Roster
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence, SequenceState
+from engine.stats import EngineStats, StepRecord
+from protocol.errors import EngineFault, InvalidRequest, Overloaded, SplitserveError
+from protocol.ids import SequenceId
+from protocol.ports import Clock
+
+_NOTHING_DONE = StepResult(())
+
+
+class EngineCore:
+    """Deterministic: the same commands, results and clock give the same events. Used by one thread."""
+
+    def __init__(
+        self, config: SchedulerConfig, executor: Executor, eos_token_ids: frozenset[int], clock: Clock
+    ) -> None:
+        self._config = config
+        self._executor = executor
+        self._eos_token_ids = eos_token_ids
+        self._clock = clock
+        self._roster = Roster(config)
+        self._scheduler = Scheduler(config, self._roster)
+        self._num_arrivals = 0
+        self._is_blocked = False
+        self._last_step = StepRecord()
+        self.untold_events: list[Event] = []
+        """What a broken step had to tell when it broke; empty between steps."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` may achieve anything before the next command."""
+        return not self._is_blocked and bool(self._roster.num_running or self._roster.waiting)
+
+    @property
+    def live_sequence_ids(self) -> tuple[SequenceId, ...]:
+        """Every sequence that was not reported as gone, in order of arrival."""
+        return tuple(self._roster.sequences)
+
+    def handle(self, command: Command) -> list[Event]:
+        """Carry one command out. What fails, fails as an event; unknown ids are ignored."""
+        self._is_blocked = False
+        if isinstance(command, AddSequence | ReserveSequence):
+            refusal = self._enter(command)
+            return (
+                [SequenceFailed(command.seq_id, refusal)] if refusal else self._scheduler.take_allocations()
+            )
+        sequence = self._roster.sequences.get(command.seq_id)
+        return [] if sequence is None else self._change(sequence, command)
+
+    def step(self, announce: Callable[[list[Event]], None] | None = None) -> list[Event]:
+        """Compute one batch. Whatever the executor raises passes through and leaves the core unusable.
+
+        With `announce`, the step's `BlocksAllocated` are told before the device starts, so that their
+        readers lose no time; without, they come first in the returned list.
+        """
+        started_s = self._clock()
+        plan = self._scheduler.schedule()
+        self.untold_events = self._scheduler.take_allocations()
+        if announce is not None and self.untold_events:
+            announce(self._take_untold())
+        planned_s = self._clock()
+        result = self._executor.execute(plan) if plan.slices else _NOTHING_DONE
+        executed_s = self._clock()
+        apply_result(self._roster, plan, result, self.untold_events)
+        self._is_blocked = not plan.slices
+        if plan.slices:
+            applied_s = self._clock()
+            self._last_step = StepRecord(
+                planned_s - started_s,
+                executed_s - planned_s,
+                applied_s - executed_s,
+                len(plan.slices),
+                plan.num_tokens,
+            )
+        return self._take_untold()
+
+    def abort_all(self, error: SplitserveError) -> list[Event]:
+        """Drop every live sequence and report it failed. No read into their blocks may be pending."""
+        failures: list[Event] = []
+        for sequence in list(self._roster.sequences.values()):
+            self._roster.drop(sequence)
+            failures.append(SequenceFailed(sequence.seq_id, error))
+        return failures
+
+    def stats(self) -> EngineStats:
+        roster, counters, last = self._roster, self._roster.counters, self._last_step
+        return EngineStats(
+            num_running=roster.num_running,
+            num_waiting=roster.waiting.num_waiting,
+            num_held=roster.num_held,
+            num_reserving=roster.waiting.num_reserving,
+            num_fetching=roster.num_fetching,
+            num_waiting_tokens=roster.waiting.num_waiting_tokens
+            + sum(sequence.num_pending for sequence in roster.prefills.values()),
+            blocks_total=roster.pool.num_total,
+            blocks_free=roster.pool.num_free,
+            blocks_cached=roster.pool.num_cached,
+            num_preemptions=counters.num_preemptions,
+            prefix_queries_tokens=counters.prefix_queries_tokens,
+            prefix_hits_tokens=counters.prefix_hits_tokens,
+            prompt_tokens_computed=counters.prompt_tokens_computed,
+            generated_tokens=counters.generated_tokens,
+            num_steps=counters.num_steps,
+            last_schedule_s=last.schedule_s,
+            last_execute_s=last.execute_s,
+            last_apply_s=last.apply_s,
+            last_num_seqs=last.num_seqs,
+            last_num_tokens=last.num_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise `EngineFault` unless blocks, tables and states agree with each other."""
+        check_roster(self._roster, self._config)
+
+    def assert_idle(self) -> None:
+        """Raise `EngineFault` unless no sequence lives and every block is free."""
+        if self._roster.sequences:
+            raise EngineFault(f"sequences live in an idle engine: {', '.join(self._roster.sequences)}")
+        self._roster.pool.assert_idle()
+
+    def _take_untold(self) -> list[Event]:
+        events, self.untold_events = self.untold_events, []
+        return events
+
+    def _enter(self, command: AddSequence | ReserveSequence) -> SplitserveError | None:
+        """Take a new sequence in; returns the error when it is refused."""
+        if command.seq_id in self._roster.sequences:
+            return InvalidRequest("the sequence id is in use")
+        sequence = sequence_from(
+            command, self._config, self._eos_token_ids, self._num_arrivals, self._clock()
+        )
+        never = why_never(sequence, self._config)
+        if never is not None:
+            return never
+        if len(self._roster.waiting) >= self._config.max_num_waiting:
+            return Overloaded(
+                f"{len(self._roster.waiting)} sequences wait already",
+                retry_after_s=self._config.overload_retry_after_s,
+            )
+        self._num_arrivals += 1
+        self._roster.add(sequence)
+        self._scheduler.admit(budget=0)
+        return None
+
+    def _change(
+        self,
+        sequence: Sequence,
+        command: AdmitSequence | RecomputeSequence | AbortSequence | ReleaseSequence,
+    ) -> list[Event]:
+        state = sequence.state
+        match command:
+            case AdmitSequence() if state is SequenceState.FETCHING:
+                self._roster.admit_fetched(sequence)
+            case RecomputeSequence() if state is SequenceState.FETCHING:
+                self._roster.recompute_fetched(sequence)
+            case ReleaseSequence() if sequence.hold:
+                # Released before it is HELD: nobody will read the blocks, so the rest need not be computed.
+                self._roster.drop(sequence)
+            case AbortSequence():
+                self._roster.drop(sequence)
+            case _:
+                self._roster.drop(sequence)
+                error = EngineFault(f"{type(command).__name__} came for a sequence that is {state}")
+                return [SequenceFailed(sequence.seq_id, error)]
+        return []

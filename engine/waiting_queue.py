@@ -1,0 +1,46 @@
+"""Who waits for a seat and blocks, in the policy's order?"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from engine.policy import OrderKey, SchedulingPolicy
+from engine.sequence import Sequence, SequenceState
+
+
+class WaitingQueue:
+    """WAITING and RESERVING sequences, first one first. Their tokens do not change while they wait."""
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._policy = policy
+        self._entries: list[tuple[OrderKey, Sequence]] = []
+        self.num_reserving = 0
+        self.num_waiting = 0
+        self.num_waiting_tokens = 0
+        """Tokens to be computed here: those of WAITING sequences."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def first(self) -> Sequence | None:
+        return self._entries[0][1] if self._entries else None
+
+    def sequences(self) -> list[Sequence]:
+        return [sequence for _, sequence in self._entries]
+
+    def push(self, sequence: Sequence) -> None:
+        insort(self._entries, (self._policy.key(sequence), sequence))
+        self._count(sequence, 1)
+
+    def remove(self, sequence: Sequence) -> None:
+        index = bisect_left(self._entries, (self._policy.key(sequence),))
+        del self._entries[index]
+        self._count(sequence, -1)
+
+    def _count(self, sequence: Sequence, sign: int) -> None:
+        if sequence.state is SequenceState.RESERVING:
+            self.num_reserving += sign
+        else:
+            self.num_waiting += sign
+            self.num_waiting_tokens += sign * len(sequence.token_ids)
