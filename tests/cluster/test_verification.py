@@ -1,0 +1,73 @@
+"""What `splitserve verify` calls a difference, a tie and a success."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.verification import Case, compare, greedy_cases, seeded_cases, verify_answers
+from cluster.verification.cases import PROMPT_LENGTHS
+from cluster.verification.compare import first_difference
+
+TEXT = list(range(100))
+
+
+def test_prompts_have_the_lengths_around_a_block_and_fit_the_context() -> None:
+    cases = greedy_cases(TEXT, 64, 48, limit=1024)
+    lengths = {len(case.prompt_token_ids) for case in cases}
+    assert lengths == {min(n, 1024 - 48) for n in PROMPT_LENGTHS}
+    assert all(case.sampling.temperature == 0 for case in cases)
+    assert len({case.prompt_token_ids for case in cases}) > 50
+
+
+def test_seeded_cases_all_have_seeds_of_their_own() -> None:
+    seeds = [case.sampling.seed for case in seeded_cases(greedy_cases(TEXT, 20, 4, 1024))]
+    assert len(set(seeds)) == 20
+
+
+def test_an_early_end_is_a_difference() -> None:
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 9, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+    assert first_difference([], [1]) == 0
+
+
+def test_the_first_differing_position_is_reported_with_both_tokens() -> None:
+    cases = greedy_cases(TEXT, 2, 4, 1024)
+    found = compare("a = b", cases, [[1, 2], [3, 4]], [[1, 2], [3, 5, 6]])
+    assert [str(m) for m in found.mismatches] == [
+        "prompt 1 (15 tokens) differs first at output token 1: token 4 against token 5"
+    ]
+    assert str(found) == "a = b: 1 of 2 identical"
+
+
+def test_a_tie_of_the_reference_is_counted_and_not_reported() -> None:
+    cases = greedy_cases(TEXT, 1, 4, 1024)
+    asked: list[list[int]] = []
+
+    def is_tie(case: Case, output: Sequence[int]) -> bool:
+        asked.append(list(output))
+        return True
+
+    found = compare("a = b", cases, [[1, 2, 3]], [[1, 2, 9]], is_tie)
+    assert found.is_equal
+    assert found.num_ties == 1
+    assert asked == [[1, 2]]
+
+
+async def test_a_wrong_token_of_the_cluster_fails_the_verification() -> None:
+    async def right(cases: Sequence[Case]) -> list[list[int]]:
+        return [[1, 2] for _ in cases]
+
+    async def wrong(cases: Sequence[Case]) -> list[list[int]]:
+        return [[1, 2] for _ in cases[1:]] + [[1, 3]]
+
+    cases = greedy_cases(TEXT, 3, 2, 1024)
+    good = await verify_answers(
+        cases, cluster=right, colocated=right, reference=right, is_tie=None, say=lambda _: None
+    )
+    bad = await verify_answers(
+        cases, cluster=wrong, colocated=right, reference=right, is_tie=None, say=lambda _: None
+    )
+    assert good.is_equal
+    assert not bad.is_equal
+    assert any("differs first at output token 1" in line for line in bad.lines())
