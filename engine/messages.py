@@ -53,7 +53,10 @@ class AdmitSequence:
 
 @dataclass(frozen=True, slots=True)
 class RecomputeSequence:
-    """The reserved blocks hold nothing of worth, and no read into them is pending: compute locally."""
+    """The reserved blocks hold nothing of worth, and no read into them is pending: compute locally.
+
+    May come before `BlocksAllocated`; one that crossed it means nothing any more.
+    """
 
     seq_id: SequenceId
 
