@@ -7,7 +7,7 @@ reads through its block table is checked, so a wrong table or a block with two o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from collections.abc import Sequence as Items
 
 from engine.plan import Slice, StepPlan, StepResult
@@ -31,10 +31,16 @@ def kv_digests(token_ids: Iterable[int]) -> list[int]:
 class FakeExecutor:
     """Keeps KV per slot, and checks what it reads. Used by one thread."""
 
-    def __init__(self, block_size: int, vocab_size: int = 50) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        vocab_size: int = 50,
+        kv: MutableMapping[tuple[BlockId, int], int] | None = None,
+    ) -> None:
+        """`kv` keeps the digests by (block, offset), e.g. in memory that a transport can read."""
         self._block_size = block_size
         self._vocab_size = vocab_size
-        self._kv: dict[tuple[BlockId, int], int] = {}
+        self._kv: MutableMapping[tuple[BlockId, int], int] = {} if kv is None else kv
         self.plans: list[list[tuple[str, int]]] = []
         """(sequence id, tokens) of every slice of every step so far."""
 
