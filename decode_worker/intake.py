@@ -141,8 +141,8 @@ class Intake:
         with self._tools.peers.use(self._ticket.owner, self._ticket.owner_address) as peer:
             try:
                 await self._take_over(peer)
-            except SplitserveError:
-                self._leave()
+            except SplitserveError as error:
+                self._leave(error)
                 raise
             finally:
                 if not self._is_given_back:
@@ -238,9 +238,7 @@ class Intake:
     def _quarantine(self, peer: Peer) -> NoReturn:
         self.state = IntakeState.QUARANTINED
         limit_s = self._tools.config.fetch_limit_s
-        what = f"a read from {peer.identity} has not ended in {limit_s:g} s"
-        self._tools.health.report(EngineFault(f"{what}; its blocks are lost to this worker"))
-        raise TransferTimeout(what)
+        raise TransferTimeout(f"a read from {peer.identity} has not ended in {limit_s:g} s")
 
     async def _validate(self, peer: Peer) -> None:
         """Step 3. Asks again when the owner does not answer: verdicts are sticky."""
@@ -260,8 +258,12 @@ class Intake:
         self._tools.metrics.observe_recompute()
         self._tools.engine.post(RecomputeSequence(self._seq_id))
 
-    def _leave(self) -> None:
-        if self.state is not IntakeState.QUARANTINED:
+    def _leave(self, error: SplitserveError) -> None:
+        if self.state is IntakeState.QUARANTINED:
+            fault = EngineFault(f"{error.message}; its blocks are lost to this worker")
+            # Later, so that this request is told its own error before all others are told the fault.
+            asyncio.get_running_loop().call_soon(self._tools.health.report, fault)
+        else:
             self.state = IntakeState.DROPPED
             self._tools.engine.post(AbortSequence(self._seq_id))
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from decode_worker.owner import Owner, OwnerHello
 from decode_worker.reader import BlockReader
-from kv_transfer.fingerprint import check_compatible
+from kv_transfer import check_compatible
 from protocol.errors import LayoutMismatch, SplitserveError, TransferFailed
 from protocol.handoff import Fingerprint
 from protocol.ids import Role, WorkerIdentity

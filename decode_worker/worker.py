@@ -65,7 +65,7 @@ class DecodeWorker:
             reader=self._reader,
             tasks=self._intakes,
             health=self._shell.health,
-            metrics=DecodeMetrics(self._shell.registry, lambda: self._peers.num_connected),
+            metrics=DecodeMetrics(self._shell.registry, lambda: self.num_peers),
             config=config,
             block_size=profile.fingerprint.block_size,
             clock=clock,
@@ -108,6 +108,11 @@ class DecodeWorker:
 
     def record(self) -> WorkerRecord:
         return self._shell.record()
+
+    @property
+    def num_peers(self) -> int:
+        """Owners that this worker is connected to."""
+        return self._peers.num_connected
 
     def assert_idle(self) -> None:
         """Raise `EngineFault` unless no request runs, nothing is being taken in and no peer is in use."""

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kv_transfer.lease import LeaseTable
+from kv_transfer import LeaseTable
 from prefill_worker.metrics import PrefillMetrics
 from protocol.handoff import LeaseStatus, Ticket, Verdict
 from protocol.ids import BlockId, RequestId, SequenceId, TicketId, WorkerIdentity

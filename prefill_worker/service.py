@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from kv_transfer.fingerprint import check_compatible
+from kv_transfer import check_compatible
 from prefill_worker.holder import Holder
 from prefill_worker.session import PrefillSession
 from protocol.codec import endpoint_to_wire, fingerprint_from_wire, fingerprint_to_wire, identity_to_wire

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
 from engine import Command, EngineStats, Event
+from kv_transfer import PoolMemory
 from protocol.errors import SplitserveError
 from protocol.generation import GenerationRequest, SamplingParams
 from protocol.handoff import Fingerprint
-from protocol.ids import RequestId, WorkerId, WorkerIdentity
+from protocol.ids import BlockId, RequestId, WorkerId, WorkerIdentity
 from protocol.membership import WorkerRecord
 
 BLOCK_SIZE = 4
@@ -81,3 +82,32 @@ def make_request(
     return GenerationRequest(
         RequestId(name), tuple(range(1, num_prompt + 1)), SamplingParams(max_tokens=8), outputs, deadline_s
     )
+
+
+class PoolKv(MutableMapping[tuple[BlockId, int], int]):
+    """The fake executor's KV in a pool that a transport can read: eight bytes per token."""
+
+    def __init__(self, memory: PoolMemory) -> None:
+        self._memory = memory
+
+    @classmethod
+    def allocate(cls, num_blocks: int) -> tuple[PoolKv, PoolMemory]:
+        memory = PoolMemory.allocate(num_blocks, BLOCK_SIZE * 8)
+        return cls(memory), memory
+
+    def __getitem__(self, slot: tuple[BlockId, int]) -> int:
+        block_id, offset = slot
+        return self._memory.block_view(block_id).cast("q")[offset]
+
+    def __setitem__(self, slot: tuple[BlockId, int], digest: int) -> None:
+        block_id, offset = slot
+        self._memory.block_view(block_id).cast("q")[offset] = digest
+
+    def __delitem__(self, slot: tuple[BlockId, int]) -> None:
+        self[slot] = 0
+
+    def __iter__(self) -> Iterator[tuple[BlockId, int]]:
+        return ((BlockId(b), o) for b in range(self._memory.num_blocks) for o in range(BLOCK_SIZE))
+
+    def __len__(self) -> int:
+        return self._memory.num_blocks * BLOCK_SIZE
