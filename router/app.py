@@ -179,8 +179,12 @@ async def _respond(
     if not fields.stream:
         whole = await until_disconnected(request.receive, _all(pieces))
         return JSONResponse(reply.whole(whole))
-    first = await until_disconnected(request.receive, _first(pieces))  # errors until here have a status
-    return EventStream(_events(first, pieces, reply, fields.includes_usage))
+    try:  # errors until the first piece have a status of their own
+        first = await until_disconnected(request.receive, anext(pieces))
+    except BaseException:
+        await pieces.aclose()
+        raise
+    return EventStream(_events(first, pieces, reply, fields.includes_usage), source=pieces)
 
 
 async def _all(pieces: AsyncGenerator[Piece, None]) -> list[Piece]:
@@ -188,31 +192,22 @@ async def _all(pieces: AsyncGenerator[Piece, None]) -> list[Piece]:
         return [piece async for piece in pieces]
 
 
-async def _first(pieces: AsyncGenerator[Piece, None]) -> Piece:
-    try:
-        return await anext(pieces)
-    except BaseException:
-        await pieces.aclose()
-        raise
-
-
 async def _events(
     first: Piece, pieces: AsyncGenerator[Piece, None], reply: Reply, includes_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     """The stream of an answer. An error ends it with an error event, and without [DONE]."""
-    async with aclosing(pieces):
-        try:
-            if (opening := reply.opening()) is not None:
-                yield event(opening)
-            piece = first
-            while True:
-                if (chunk := reply.chunk(piece)) is not None:
-                    yield event(chunk)
-                if piece.finish_reason is not None:
-                    break
-                piece = await anext(pieces)
-            if includes_usage:
-                yield event(reply.usage_chunk(piece.usage))
-            yield LAST_EVENT
-        except SplitserveError as error:
-            yield event(error_body(error))
+    try:
+        if (opening := reply.opening()) is not None:
+            yield event(opening)
+        piece = first
+        while True:
+            if (chunk := reply.chunk(piece)) is not None:
+                yield event(chunk)
+            if piece.finish_reason is not None:
+                break
+            piece = await anext(pieces)
+        if includes_usage:
+            yield event(reply.usage_chunk(piece.usage))
+        yield LAST_EVENT
+    except SplitserveError as error:
+        yield event(error_body(error))

@@ -9,7 +9,7 @@ import logging
 import math
 import re
 import uuid
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -101,12 +101,12 @@ def http_error_response(error: HTTPException) -> JSONResponse:
     return JSONResponse({"error": body}, status_code=error.status_code, headers=error.headers)
 
 
-async def until_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def until_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     """The result of `work`; cancels it and raises `RequestCancelled` when the client goes away first.
 
     The request's body must have been read.
     """
-    working = asyncio.create_task(work)
+    working = asyncio.ensure_future(work)
     watching = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -125,14 +125,18 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. Closes their generator in every case, a leaving client's included."""
+    """Server-sent events made from `source`, which is closed in every case, a leaving client's included.
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    Closing `events` alone would not do: a generator that has not started runs no `finally`.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None], source: AsyncGenerator[Any, None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self._events = events
+        self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events):
+        async with aclosing(self._source), aclosing(self._events):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 await until_disconnected(receive, self._send_all(send))

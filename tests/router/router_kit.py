@@ -140,7 +140,8 @@ async def bench(
 ) -> AsyncIterator[Bench]:
     """A running router; at the end nothing may be left anywhere. `changes` are settings."""
     tokenizer = byte_level_tokenizer()
-    cluster = ScriptedCluster(script_of(tokenizer, text), eos_id=tokenizer.backend.token_to_id("<|eos|>"))
+    eos_id = tokenizer.backend.token_to_id("<|eos|>") or 0
+    cluster = ScriptedCluster(script_of(tokenizer, text), eos_id)
     for role, num_workers in ((Role.PREFILL, num_prefill), (Role.DECODE, num_decode)):
         for _ in range(num_workers):
             cluster.add_worker(role)
