@@ -17,18 +17,20 @@ from dataclasses import dataclass
 from decode_worker.intake import Intake, IntakeTools, Submission, give_back
 from engine import BlocksAllocated, Event, PrefillProgressed, SequenceFailed, TokensSampled
 from protocol.codec import (
-    delta_to_wire,
     failure_to_wire,
     load_to_wire,
     request_from_wire,
     ticket_from_wire,
     token_from_wire,
+    write_delta,
 )
 from protocol.errors import DeadlineExceeded, InvalidRequest, SplitserveError
 from protocol.generation import Receipt, TokenDelta
 from protocol.ids import RequestId, SequenceId
 from protocol.wire import splitserve_pb2 as pb
 from rpc import FrameOutbox
+
+NO_RECEIPT = Receipt()
 
 
 @dataclass(slots=True)
@@ -44,7 +46,7 @@ class Generation:
     def next_receipt(self) -> Receipt:
         """The intake's receipt for the first delta, an empty one afterwards."""
         if self.has_sent:
-            return Receipt()
+            return NO_RECEIPT
         self.has_sent = True
         return self.intake.receipt
 
@@ -145,7 +147,7 @@ class DecodeSession:
         delta = TokenDelta(
             generation.request_id, event.tokens, event.finish_reason, generation.next_receipt()
         )
-        self.outbox.pending().deltas.append(delta_to_wire(delta))
+        write_delta(delta, self.outbox.pending().deltas.add())
 
     def _fail(self, generation: Generation, error: SplitserveError) -> None:
         """Tell why the request ended, unless it is gone already (it was dropped: nobody asks)."""
