@@ -17,7 +17,7 @@ from cluster.config import DEMO_MODEL, ClusterConfig
 from cluster.model_length import max_model_len
 from engine.model.config import ModelConfig
 from engine.weights import ModelFolder, Progress, demo_model_path, resolve_model
-from kv_transfer import create_transport
+from kv_transfer import LoopbackNetwork, agent_name, create_transport
 from protocol.errors import StartupError
 from protocol.ids import WorkerId, WorkerIdentity
 from protocol.ports import Directory, KvTransport
@@ -37,9 +37,17 @@ def open_model(config: ClusterConfig, progress: Progress | None = None) -> Model
 
 
 def build_prefill_worker(
-    config: ClusterConfig, *, token: str, directory: Directory, replica_name: str
+    config: ClusterConfig,
+    *,
+    token: str,
+    directory: Directory,
+    replica_name: str,
+    network: LoopbackNetwork | None = None,
 ) -> PrefillWorker:
-    """A prefill worker, loaded but not started. Raises `StartupError`."""
+    """A prefill worker, loaded but not started. `network` as for `create_transport`.
+
+    Raises `StartupError`.
+    """
     from cluster.engine_parts import build_engine
     from prefill_worker import PrefillWorker, PrefillWorkerConfig
 
@@ -48,16 +56,24 @@ def build_prefill_worker(
     return PrefillWorker(
         profile=_profile(identity, parts, token),
         make_engine=partial(parts.make_thread, "prefill-engine"),
-        transport=_transport(config, parts, identity),
+        transport=_transport(config, parts, identity, network),
         directory=directory,
         config=PrefillWorkerConfig(lease_s=config.kv_transfer.lease_s),
     )
 
 
 def build_decode_worker(
-    config: ClusterConfig, *, token: str, directory: Directory, replica_name: str
+    config: ClusterConfig,
+    *,
+    token: str,
+    directory: Directory,
+    replica_name: str,
+    network: LoopbackNetwork | None = None,
 ) -> DecodeWorker:
-    """A decode worker, loaded but not started. Raises `StartupError`."""
+    """A decode worker, loaded but not started. `network` as for `create_transport`.
+
+    Raises `StartupError`.
+    """
     from cluster.engine_parts import build_engine
     from decode_worker import DecodeWorker, DecodeWorkerConfig, OnKvFailure
 
@@ -66,7 +82,7 @@ def build_decode_worker(
     return DecodeWorker(
         profile=_profile(identity, parts, token),
         make_engine=partial(parts.make_thread, "decode-engine"),
-        transport=_transport(config, parts, identity),
+        transport=_transport(config, parts, identity, network),
         directory=directory,
         config=DecodeWorkerConfig(
             on_kv_failure=OnKvFailure(config.kv_transfer.on_failure),
@@ -113,8 +129,11 @@ def _new_identity(replica_name: str) -> WorkerIdentity:
     return WorkerIdentity(WorkerId(replica_name), secrets.token_hex(4))
 
 
-def _transport(config: ClusterConfig, parts: EngineParts, identity: WorkerIdentity) -> KvTransport:
-    return create_transport(config.kv_transfer.transport, parts.pool_memory, agent=str(identity))
+def _transport(
+    config: ClusterConfig, parts: EngineParts, identity: WorkerIdentity, network: LoopbackNetwork | None
+) -> KvTransport:
+    agent = agent_name(identity, rank=0)
+    return create_transport(config.kv_transfer.transport, parts.pool_memory, agent, network=network)
 
 
 def read_api_key(config: ClusterConfig) -> str | None:

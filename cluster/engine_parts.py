@@ -49,6 +49,7 @@ class EngineParts:
             address=self.kv_cache.data_ptr,
             num_blocks=self.kv_cache.num_blocks,
             block_bytes=self.kv_cache.block_bytes,
+            owner=self.kv_cache,
         )
 
 

@@ -16,6 +16,7 @@ from cluster import compose
 from cluster.config import ClusterConfig
 from cluster.directory import InProcessDirectory
 from cluster.verification import Case
+from kv_transfer import LoopbackNetwork
 from protocol.errors import StartupError
 from protocol.generation import GenerationRequest
 
@@ -37,15 +38,24 @@ class LocalCluster:
     def __init__(self, config: ClusterConfig) -> None:
         token = secrets.token_hex(16)
         self.directory = InProcessDirectory()
+        network = LoopbackNetwork()
         self.prefill_workers: list[PrefillWorker] = [
             compose.build_prefill_worker(
-                config, token=token, directory=self.directory, replica_name=f"prefill-{i}"
+                config,
+                token=token,
+                directory=self.directory,
+                replica_name=f"prefill-{i}",
+                network=network,
             )
             for i in range(config.prefill.num_workers)
         ]
         self.decode_workers: list[DecodeWorker] = [
             compose.build_decode_worker(
-                config, token=token, directory=self.directory, replica_name=f"decode-{i}"
+                config,
+                token=token,
+                directory=self.directory,
+                replica_name=f"decode-{i}",
+                network=network,
             )
             for i in range(config.decode.num_workers)
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ class TransformersReference:
 
     async def answer(self, cases: Sequence[Case]) -> list[list[int]]:
         """Greedy output token ids, the end-of-sequence token included."""
-        return [self._continue(case) for case in cases]
+        return await asyncio.to_thread(lambda: [self._continue(case) for case in cases])
 
     def _continue(self, case: Case) -> list[int]:
         from transformers import GenerationConfig
