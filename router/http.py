@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TIMEOUT_HEADER = "x-request-timeout"
+_COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -151,7 +152,7 @@ class EventStream(StreamingResponse):
 
 def event(body: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _COMPACT.encode(body).encode() + b"\n\n"
 
 
 LAST_EVENT = b"data: [DONE]\n\n"
