@@ -232,7 +232,7 @@ class _Agent:
 
     def __init__(self, bindings: Any, name: str, memory: PoolMemory, progress_interval_s: float) -> None:
         self._bindings = bindings
-        self._agent: Any = bindings.nixlAgent(name, _config(bindings, progress_interval_s))
+        self._agent: Any = bindings.nixlAgent(name, agent_config(bindings, progress_interval_s))
         self._backends = [self._agent.createBackend("UCX", {})]
         segment = (memory.address, memory.num_bytes, memory.device_id, b"")
         self._registration = bindings.nixlRegDList(self._segment_kind(memory.kind), [segment])
@@ -308,7 +308,8 @@ class _Agent:
         return kinds[kind]
 
 
-def _config(bindings: Any, progress_interval_s: float) -> Any:
+def agent_config(bindings: Any, progress_interval_s: float) -> Any:
+    """The `nixlAgentConfig` of an agent that is served by its own thread and does not spin."""
     config = bindings.nixlAgentConfig()
     config.useProgThread = True
     config.pthrDelay = max(1, round(progress_interval_s * 1e6))  # 0 would spin
