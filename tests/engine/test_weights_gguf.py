@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import struct
 import subprocess
 import sys
@@ -141,6 +141,8 @@ def test_linear_and_yarn_scaling_are_carried_over(tmp_path: Path) -> None:
         "rope_type": "yarn",
         "factor": 4.0,
         "original_max_position_embeddings": 128,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
     }
 
 
@@ -233,6 +235,19 @@ def test_corrupt_header_is_refused(tmp_path: Path) -> None:
         struct.pack_into("<Q" if position > 4 else "<I", broken, position, value)
         gguf.write_bytes(broken)
         refused(gguf, str(gguf))
+
+
+def test_flipped_bytes_are_refused_or_harmless(tmp_path: Path) -> None:
+    """Whatever the header says, the only way to fail is a `StartupError`."""
+    gguf = write_gguf(tmp_path / "m.gguf", "llama", tensors_of("llama"))
+    content = gguf.read_bytes()
+    random = np.random.default_rng(0)
+    for header_bytes in [900] * 60 + [content.find(b"blk.0.ffn_down")] * 60:
+        broken = bytearray(content)
+        broken[random.integers(4, header_bytes)] = random.integers(256)
+        gguf.write_bytes(broken)
+        with contextlib.suppress(StartupError):
+            convert(gguf)
 
 
 def test_second_start_uses_the_first_ones_conversion(tmp_path: Path) -> None:
@@ -337,11 +352,22 @@ def test_transformers_loads_the_converted_folder_and_gives_the_same_tensors(
 
 @pytest.mark.model
 def test_demo_model_is_what_transformers_reads_from_the_same_file(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    """Its reader, de-quantisation and row order share no code with ours, and must agree bit by bit."""
+    from transformers.integrations.gguf.dequant import GGML_BLOCK
+    from transformers.integrations.gguf.dequant import dequantize as dequantise
+    from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_dict
+    from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 
     folder = resolve_model(str(demo_model_path()), cache_dir=tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(folder.path, dtype=torch.float32)
-    read = load_gguf_checkpoint(os.fspath(demo_model_path()), return_tensors=True, model_to_load=model)
-    assert_same(load_weights(folder, torch.float32), read["tensors"])
+    loaded = load_weights(folder, torch.float32)
+    stored = load_gguf_state_dict(GgufHeader.from_file(str(demo_model_path())))
+    order = LlamaTensorProcessor(folder.config)
+    assert {gguf_name(name) for name in loaded} == stored.keys()
+    for name, tensor in loaded.items():
+        source = stored[gguf_name(name)]
+        values = source[...]
+        if source.ggml_type in GGML_BLOCK:
+            values = dequantise(values, source.ggml_type).reshape(tensor.shape)
+        wanted = order.process(values.numpy(), gguf_name(name)).weights
+        assert torch.equal(tensor, torch.from_numpy(wanted)), name
     assert json.loads((folder.path / "config.json").read_text())["eos_token_id"] == 2
