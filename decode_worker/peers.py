@@ -43,6 +43,8 @@ class Peer:
         self.num_reading = 0
         """Reads that the transport has not ended; the connection stays while there are any."""
         self.last_seen_s = now_s
+        self.trouble = ""
+        """Why the last attempt to connect ahead failed."""
         self._reader = reader
         self._fingerprint = fingerprint
         self._agent: str | None = None
@@ -72,8 +74,11 @@ class Peer:
     async def close(self) -> None:
         """Disconnect, unless a read is pending that may never end."""
         async with self._handshake:
-            if self.num_reading == 0:
-                await self._disconnect()
+            try:
+                if self.num_reading == 0:
+                    await self._disconnect()
+            except TransferFailed as error:
+                _log.warning("%s stays connected: %s", self.identity, error.message)
             await self.owner.close()
 
     async def _shake_hands(self) -> str:
@@ -173,5 +178,8 @@ class Peers:
             return
         try:
             await peer.connect()
+            peer.trouble = ""
         except SplitserveError as error:
-            _log.warning("no connection to %s: %s", peer.identity, error.message)
+            if error.message != peer.trouble:  # said once, not every second
+                _log.warning("no connection to %s: %s", peer.identity, error.message)
+            peer.trouble = error.message

@@ -75,7 +75,7 @@ class PrefillWorker:
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Let requests and held tickets end for up to `grace_s`, then end everything. Bounded."""
-        await self._shell.withdraw()
+        await self._shell.drain()
         await wait_until(self._is_idle, grace_s)
         for session in list(self._sessions):
             session.end()

@@ -110,10 +110,11 @@ class WorkerShell(Generic[CommandT, EventT]):
         self.tasks.spawn(self._announcer.run(), "announcer")
         return self._address
 
-    async def withdraw(self) -> None:
-        """Take no new work, and be found no more."""
-        self.is_draining = True
-        await self._announcer.withdraw()
+    async def drain(self) -> None:
+        """Take no new work and say so; what runs goes on, and so readers and routers stay connected."""
+        if self._server is not None:
+            self.is_draining = True
+            await self._announcer.announce()
 
     async def stop(self) -> None:
         """End what `start` started; the role has ended its sessions before. Bounded, idempotent."""
@@ -122,7 +123,7 @@ class WorkerShell(Generic[CommandT, EventT]):
             return
         await server.stop(SESSIONS_STOP_TIMEOUT_S)
         await self.tasks.cancel(TASKS_STOP_TIMEOUT_S)
-        await self._announcer.withdraw()  # the announcer may have spoken once more meanwhile
+        await self._announcer.withdraw()
         await self.engine.stop(ENGINE_STOP_TIMEOUT_S)
 
     def refusal(self) -> SplitserveError | None:

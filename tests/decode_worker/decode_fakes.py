@@ -169,8 +169,7 @@ class DecodeBench:
 
     def frame(self) -> pb.DecodeFrame:
         """What waits to be sent since the last call."""
-        self.session.outbox.pending()
-        frame = self.session.outbox._take()
+        frame = self.session.outbox.take()
         frame.ClearField("load")
         return frame
 

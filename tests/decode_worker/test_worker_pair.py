@@ -454,9 +454,13 @@ async def test_graceful_stop_lets_requests_end() -> None:
         await router.hand_over(request, await router.prefill(request))
         first = await router.d.answer("r")
         stopping = asyncio.create_task(pair.decode.stop(grace_s=LIMIT_S))
+        await until(lambda: pair.directory.records[D0].draining)
+        with pytest.raises(WorkerUnavailable, match="shutting down"):
+            await router.generate(make_request("late"))
         tokens, _ = await router.rest("r")
         assert [t.token_id for t in first.tokens] + tokens == oracle(request)[1:]
         await stopping
+        assert D0 not in pair.directory.records
 
 
 async def test_other_token_reads_no_kv() -> None:

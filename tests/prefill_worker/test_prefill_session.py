@@ -103,10 +103,7 @@ class PrefillBench:
 
     def frame(self) -> pb.PrefillFrame:
         """What waits to be sent since the last call."""
-        self.session.outbox.pending()
-        frame = self.session.outbox._take()
-        self.session.outbox._in_flight = None
-        return frame
+        return self.session.outbox.take()
 
     def sample(self, name: str) -> float:
         return self.registry.get_sample_value(name) or 0.0
