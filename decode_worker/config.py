@@ -24,6 +24,8 @@ class DecodeWorkerConfig:
     on_kv_failure: OnKvFailure = OnKvFailure.RECOMPUTE
     fetch_limit_s: float = 30.0
     """A read that has not ended by then never will: the worker reports itself unfit and is replaced."""
+    connect_timeout_s: float = 10.0
+    """How long the handshake with an owner may take, transport included."""
     owner_timeout_s: float = 3.0
     """How long an owner may take to answer one call."""
     release_attempts: int = 3
@@ -32,6 +34,12 @@ class DecodeWorkerConfig:
     """How long an owner may be missing in the directory before its connection is dropped."""
 
     def __post_init__(self) -> None:
-        for name in ("fetch_limit_s", "owner_timeout_s", "release_attempts", "forget_peer_after_s"):
+        for name in (
+            "fetch_limit_s",
+            "connect_timeout_s",
+            "owner_timeout_s",
+            "release_attempts",
+            "forget_peer_after_s",
+        ):
             if not getattr(self, name) > 0:
                 raise StartupError(f"{name} is {getattr(self, name)}: set it to more than 0")

@@ -214,9 +214,11 @@ class Intake:
         """Step 2. Returns the bytes read; comes back only when no read is pending (or never will end)."""
         agent = await peer.connect()
         self._raise_if_dropped()
-        read = await self._start_read(peer, agent, remote, local)
-        await asyncio.wait([read.ended], timeout=self._tools.config.fetch_limit_s)
-        if not read.ended.done():
+        try:
+            async with asyncio.timeout(self._tools.config.fetch_limit_s):
+                read = await self._start_read(peer, agent, remote, local)
+                await asyncio.wait([read.ended])
+        except TimeoutError:
             self._quarantine(peer)
         peer.num_reading -= 1
         if read.ended.result() is not FetchStatus.DONE:

@@ -33,8 +33,10 @@ class Peer:
         self,
         identity: WorkerIdentity,
         owner: Owner,
+        *,
         reader: BlockReader,
         fingerprint: Fingerprint,
+        connect_timeout_s: float,
         now_s: float,
     ) -> None:
         self.identity = identity
@@ -47,6 +49,7 @@ class Peer:
         """Why the last attempt to connect ahead failed."""
         self._reader = reader
         self._fingerprint = fingerprint
+        self._connect_timeout_s = connect_timeout_s
         self._agent: str | None = None
         self._is_stale = False
         self._handshake = asyncio.Lock()
@@ -83,9 +86,14 @@ class Peer:
 
     async def _shake_hands(self) -> str:
         try:
-            hello = await self.owner.connect()
-            self._check(hello)
-            await self._reader.connect(hello.endpoint)
+            async with asyncio.timeout(self._connect_timeout_s):
+                hello = await self.owner.connect()
+                self._check(hello)
+                await self._reader.connect(hello.endpoint)
+        except TimeoutError as error:
+            raise TransferFailed(
+                f"the handshake with {self.identity} took over {self._connect_timeout_s:g} s"
+            ) from error
         except (LayoutMismatch, TransferFailed):
             raise
         except SplitserveError as error:
@@ -112,6 +120,8 @@ class Peers:
         make_owner: Callable[[str], Owner],
         reader: BlockReader,
         fingerprint: Fingerprint,
+        *,
+        connect_timeout_s: float,
         forget_after_s: float,
         clock: Clock,
     ) -> None:
@@ -119,6 +129,7 @@ class Peers:
         self._make_owner = make_owner
         self._reader = reader
         self._fingerprint = fingerprint
+        self._connect_timeout_s = connect_timeout_s
         self._forget_after_s = forget_after_s
         self._clock = clock
         self._peers: dict[WorkerIdentity, Peer] = {}
@@ -161,7 +172,14 @@ class Peers:
         peer = self._peers.get(identity)
         if peer is None:
             owner = self._make_owner(address)
-            peer = Peer(identity, owner, self._reader, self._fingerprint, self._clock())
+            peer = Peer(
+                identity,
+                owner,
+                reader=self._reader,
+                fingerprint=self._fingerprint,
+                connect_timeout_s=self._connect_timeout_s,
+                now_s=self._clock(),
+            )
             self._peers[identity] = peer
         return peer
 

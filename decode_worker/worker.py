@@ -56,7 +56,12 @@ class DecodeWorker:
         self._config = config
         self._reader = TransportThread(transport, self._shell.health)
         self._peers = Peers(
-            self._make_owner, self._reader, profile.fingerprint, config.forget_peer_after_s, clock
+            self._make_owner,
+            self._reader,
+            profile.fingerprint,
+            connect_timeout_s=config.connect_timeout_s,
+            forget_after_s=config.forget_peer_after_s,
+            clock=clock,
         )
         self._intakes = TaskSet(self._shell.health)
         self._tools = IntakeTools(

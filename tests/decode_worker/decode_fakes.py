@@ -81,9 +81,13 @@ class FakeReader:
         self.connected: list[str] = []
         self.reads: list[tuple[str, tuple[BlockId, ...], tuple[BlockId, ...]]] = []
         self.refuses = False
+        self.works = asyncio.Event()
+        self.works.set()
+        """Cleared: calls do not return."""
         self._ended: list[asyncio.Future[FetchStatus]] = []
 
     async def connect(self, peer: TransportEndpoint) -> None:
+        await self.works.wait()
         self.connected.append(peer.agent)
 
     async def disconnect(self, agent: str) -> None:
@@ -94,6 +98,7 @@ class FakeReader:
         self, agent: str, remote_blocks: Sequence[BlockId], local_blocks: Sequence[BlockId]
     ) -> Read:
         assert agent in self.connected
+        await self.works.wait()
         if self.refuses:
             raise TransferFailed("the read could not be started")
         self.reads.append((agent, tuple(remote_blocks), tuple(local_blocks)))
@@ -117,7 +122,14 @@ class DecodeBench:
         self.reader = FakeReader()
         link: EngineLink[Command, Event] = EngineLink(self._make_engine, self.health)
         link.start()
-        self.peers = Peers(lambda address: self.owner, self.reader, FINGERPRINT, 10.0, clock)
+        self.peers = Peers(
+            lambda address: self.owner,
+            self.reader,
+            FINGERPRINT,
+            connect_timeout_s=10.0,
+            forget_after_s=10.0,
+            clock=clock,
+        )
         self.tasks = TaskSet(self.health)
         self.registry = CollectorRegistry()
         self.refusal: SplitserveError | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from decode_fakes import BLOCK_BYTES, LEASE_S, DecodeBench, make_ticket
 from virtual_time import settle, virtual_time
-from worker_fakes import D0, make_request
+from worker_fakes import D0, P0, make_request
 
 from decode_worker import OnKvFailure
 from engine import (
@@ -445,6 +445,23 @@ def test_read_that_never_ends_poisons_the_worker_and_keeps_the_blocks(is_aborted
         bench.assert_idle()
 
     run()
+
+
+@virtual_time
+async def test_read_whose_start_hangs_poisons_the_worker_and_keeps_the_blocks() -> None:
+    bench = DecodeBench()
+    with bench.peers.use(P0, "10.0.0.1:5") as peer:
+        await peer.connect()
+    bench.reader.works.clear()
+    bench.submit()
+    await settle()
+    bench.allocate(bench.reserved())
+    await asyncio.sleep(31)
+    assert isinstance(failure(bench), TransferTimeout)
+    assert bench.engine.take() == []
+    with pytest.raises(EngineFault):
+        bench.health.check()
+    bench.assert_idle()
 
 
 @virtual_time

@@ -24,7 +24,14 @@ class Bench:
     def __init__(self) -> None:
         self.reader = FakeReader()
         self.owners: dict[str, FakeOwner] = {}
-        self.peers = Peers(self._owner, self.reader, FINGERPRINT, 10.0, asyncio.get_running_loop().time)
+        self.peers = Peers(
+            self._owner,
+            self.reader,
+            FINGERPRINT,
+            connect_timeout_s=5.0,
+            forget_after_s=10.0,
+            clock=asyncio.get_running_loop().time,
+        )
 
     def _owner(self, address: str) -> FakeOwner:
         return self.owners[address]
@@ -145,3 +152,15 @@ async def test_stranger_at_the_address_is_refused() -> None:
     ):
         await peer.connect()
     assert bench.reader.connected == []
+
+
+@virtual_time
+async def test_handshake_that_hangs_is_given_up_and_tried_again() -> None:
+    bench = Bench()
+    record = bench.record(P0)
+    bench.reader.works.clear()
+    with bench.peers.use(P0, record.address) as peer:
+        with pytest.raises(TransferFailed, match="took over 5 s"):
+            await peer.connect()
+        bench.reader.works.set()
+        assert await peer.connect() == "agent-p-first"
