@@ -95,14 +95,17 @@ def test_a_sequence_that_needs_the_whole_pool_runs_alone_despite_the_watermark()
     assert engine.tokens["a"] == engine.expected(prompt(38), 3)
 
 
-def test_an_admission_leaves_the_blocks_that_an_unfinished_prefill_needs() -> None:
+def test_a_reservation_leaves_the_blocks_that_an_unfinished_prefill_needs() -> None:
     engine = Engine(num_blocks=11, max_num_batched_tokens=8, max_num_seqs=4)
     engine.add("a", prompt(32), greedy(1))
-    engine.step()
-    engine.add("b", prompt(12, 50), greedy(1))
+    engine.step()  # has 2 of the 8 blocks that it will need, and 8 are free
+    engine.reserve("b", prompt(12, 50), (3,))
+    assert "b" not in engine.allocated
     engine.run()
-    assert engine.core.stats().num_preemptions == 0
-    assert set(engine.finished) == {"a", "b"}
+    assert engine.executor.plans == [[("a", 8)]] * 4
+    assert "b" in engine.allocated
+    engine.abort("b")
+    engine.core.assert_idle()
 
 
 # ---- Prefix cache ----
