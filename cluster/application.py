@@ -79,7 +79,7 @@ def start_serve(config: ClusterConfig) -> None:
 
 
 def deploy(application: serve.Application) -> None:
-    """Hand the application to Serve and return at once; `find_startup_error` tells what becomes of it."""
+    """Hand the application to Serve and return at once; `deployments` tells what becomes of it."""
     target = serve.RunTarget(target=application, name=APPLICATION, route_prefix="/")
     serve.run_many(
         [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
@@ -94,18 +94,26 @@ def delete() -> None:
     remove_directory()
 
 
-def running_deployments() -> set[str]:
+Deployments = Mapping[str, DeploymentStatusOverview]
+
+
+def deployments() -> Deployments:
+    """What Serve says about our deployments, by name; empty before they are known."""
+    application = serve.status().applications.get(APPLICATION)
+    return dict(application.deployments) if application else {}
+
+
+def running(seen: Deployments) -> set[str]:
     """Names of the deployments all of whose replicas run."""
-    deployments = _deployments()
-    return {name for name, d in deployments.items() if d.status.value == "HEALTHY"}
+    return {name for name, deployment in seen.items() if deployment.status.value == "HEALTHY"}
 
 
-def find_startup_error() -> str | None:
+def explain_failures(seen: Deployments) -> str | None:
     """Why the application cannot start, in one sentence; None while there is hope.
 
     The first failure counts: a constructor that failed once with a `StartupError` fails again.
     """
-    for name, deployment in _deployments().items():
+    for name, deployment in seen.items():
         problem = explain_failure(deployment.message)
         failed_for_good = deployment.status.value == "DEPLOY_FAILED"
         if problem and (failed_for_good or StartupError.__name__ in deployment.message):
@@ -121,11 +129,6 @@ def explain_failure(message: str) -> str:
         if separator:
             return explanation.strip()
     return text.splitlines()[-1] if text else ""
-
-
-def _deployments() -> dict[str, DeploymentStatusOverview]:
-    application = serve.status().applications.get(APPLICATION)
-    return dict(application.deployments) if application else {}
 
 
 def _router_class(config: ClusterConfig) -> tuple[type, Listen | None]:

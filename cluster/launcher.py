@@ -7,21 +7,20 @@ they cost 4 CPU seconds (of 15) and 170 MB before the first replica starts.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
-import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import psutil
 import ray
 
 from cluster.config import ClusterConfig, RayConfig
+from cluster.processes import descendants, end_processes
+from protocol.errors import StartupError
 
 LOOPBACK = "127.0.0.1"
+RAY_LOGS = "/tmp/ray/session_latest/logs"  # noqa: S108
 
 
 class RayCluster(Protocol):
@@ -70,6 +69,7 @@ class LocalCluster:
 
 def connect(config: ClusterConfig) -> RayCluster:
     """Start a local cluster, or join the configured one."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
     if config.ray.address is not None:
         return join(config.ray.address)
     pools = (config.prefill, config.decode)
@@ -80,22 +80,17 @@ def connect(config: ClusterConfig) -> RayCluster:
 def start_local(config: RayConfig, num_cpus: float, resources: dict[str, float]) -> LocalCluster:
     """Start Ray on loopback with at least `num_cpus` in its books, and connect to it.
 
-    `environment.local_ray_variables` must have been exported before `ray` was imported. Must run on
-    the main thread: Linux ends the daemons when the thread that started them ends.
+    `environment.local_ray_variables` must have been exported before `ray` was imported. The calling
+    thread must outlive the cluster: Linux ends the daemons with the thread that started them.
     """
     node = _start_node(config, num_cpus, resources)
-    ray.init(
-        address=node.gcs_address,
-        log_to_driver=False,
-        configure_logging=False,
-        logging_level=logging.ERROR,
-    )
+    ray.init(address=node.gcs_address, log_to_driver=False, configure_logging=False)
     return LocalCluster(node.gcs_address, node)
 
 
 def join(address: str) -> JoinedCluster:
     """Connect to a running cluster; 'auto' finds the one of this machine."""
-    ray.init(address=address, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
+    ray.init(address=address, log_to_driver=False, configure_logging=False)
     return JoinedCluster(ray.get_runtime_context().gcs_address)
 
 
@@ -121,20 +116,7 @@ def _start_node(config: RayConfig, num_cpus: float, resources: dict[str, float])
         min_worker_port=0,
         max_worker_port=0,
     )
-    return LeanNode(params, head=True, shutdown_at_exit=True, spawn_reaper=True)
-
-
-def descendants() -> list[psutil.Process]:
-    """All processes that descend from this one."""
-    processes: list[psutil.Process] = psutil.Process().children(recursive=True)
-    return processes
-
-
-def end_processes(processes: Iterable[psutil.Process], grace_s: float) -> None:
-    """Wait `grace_s` for processes to end by themselves, then kill the rest. Safe against pid reuse."""
-    deadline = time.monotonic() + grace_s
-    _, alive = psutil.wait_procs(list(processes), timeout=max(0.0, deadline - time.monotonic()))
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=2.0)
+    try:
+        return LeanNode(params, head=True, shutdown_at_exit=False, spawn_reaper=True)
+    except Exception as error:  # Ray raises just that
+        raise StartupError(f"Ray did not start: {error} Its logs are in {RAY_LOGS}") from error
