@@ -73,7 +73,7 @@ class AbortSequence:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseSequence:
-    """Give up the blocks of a HELD sequence. Not answered."""
+    """Give up the blocks of a HELD sequence, or of a `hold` one that is not there yet. Not answered."""
 
     seq_id: SequenceId
 
