@@ -27,7 +27,7 @@ from engine.ops.port import BatchLayout
 KEY_TILE = 128
 QUERY_TILE = 128
 MIN_ROWS = 4
-MAX_GROUP_KEYS = 32768
+MAX_GROUP_BYTES = 4 << 20
 """Upper bound of the keys gathered at once for a group of decodes: keeps the copies in the L3 cache."""
 
 
@@ -98,10 +98,11 @@ class TorchAttention:
             yield self._make_group(np.array([i]), int(num_queries[i]), window)
         decodes = np.flatnonzero(num_queries == 1)
         num_tiles = -(-self._visible_keys(decodes, window) // KEY_TILE)
+        tile_bytes = KEY_TILE * self._num_kv_heads * self._head_dim * self._flat.element_size()
         size_classes = np.ceil(np.log2(num_tiles)).astype(np.int64)
         for size_class in np.unique(size_classes):
             members = decodes[size_classes == size_class]
-            step = max(1, MAX_GROUP_KEYS // (KEY_TILE << int(size_class)))
+            step = max(1, MAX_GROUP_BYTES // (tile_bytes << int(size_class)))
             for start in range(0, len(members), step):
                 yield self._make_group(members[start : start + step], 1, window)
 

@@ -21,50 +21,42 @@ def thresholds(probabilities: torch.Tensor, params: Items[SamplingParams]) -> to
 
     Order, as elsewhere in the field: top-k, then top-p of what top-k left, then min-p.
     """
-    result = torch.zeros(len(params), 1, device=probabilities.device)
-    ranked_rows = [i for i, p in enumerate(params) if _ranks(p, probabilities.shape[1])]
-    if ranked_rows:
-        picked = probabilities[ranked_rows]
-        cuts = _ranked_thresholds(picked, [params[i] for i in ranked_rows])
-        result[ranked_rows] = cuts[:, None]
+    lowest = torch.zeros(len(params), 1, device=probabilities.device)
+    rows = [i for i, p in enumerate(params) if p.top_p < 1.0 or 0 < p.top_k < probabilities.shape[1]]
+    if rows:
+        lowest[rows] = _ranked_thresholds(probabilities[rows], [params[i] for i in rows])
     min_p = torch.tensor([[p.min_p] for p in params], device=probabilities.device)
-    return torch.maximum(result, min_p * probabilities.amax(dim=-1, keepdim=True))
-
-
-def _ranks(params: SamplingParams, vocab_size: int) -> bool:
-    return params.top_p < 1.0 or 0 < params.top_k < vocab_size
+    return torch.maximum(lowest, min_p * probabilities.amax(dim=-1, keepdim=True))
 
 
 def _ranked_thresholds(probabilities: torch.Tensor, params: Items[SamplingParams]) -> torch.Tensor:
-    """Sort as few candidates as will do, row by row independent of the others: [rows]."""
-    vocab_size = probabilities.shape[1]
-    best = torch.topk(probabilities, min(NUM_CANDIDATES, vocab_size)).values
+    """Rank as few candidates of each row as will do: [rows, 1]."""
+    num_candidates = min(NUM_CANDIDATES, probabilities.shape[1])
+    best = torch.topk(probabilities, num_candidates).values
     masses = best.cumsum(-1, dtype=torch.float64)
-    cuts = []
-    for row, param in enumerate(params):
-        if _candidates_suffice(best[row], masses[row], param, vocab_size):
-            cuts.append(_cut(best[row], masses[row], param))
-        else:
-            ranked = probabilities[row].sort(descending=True).values
-            cuts.append(_cut(ranked, ranked.cumsum(-1, dtype=torch.float64), param))
-    return torch.stack(cuts)
+    result = _cut(best, masses, params)
+    if num_candidates < probabilities.shape[1]:
+        short = [i for i, mass in enumerate(masses[:, -1].tolist()) if _needs_more(params[i], mass)]
+        if short:
+            ranked = probabilities[short].sort(descending=True).values
+            result[short] = _cut(ranked, ranked.cumsum(-1, dtype=torch.float64), [params[i] for i in short])
+    return result
 
 
-def _candidates_suffice(
-    ranked: torch.Tensor, masses: torch.Tensor, params: SamplingParams, vocab_size: int
-) -> bool:
-    if len(ranked) == vocab_size or 0 < params.top_k <= len(ranked):
-        return True
-    # With a larger top-k the nucleus is a share of a mass not known yet: at most 1, so 1 is safe.
-    return not params.top_k and bool(masses[-1] >= params.top_p)
+def _needs_more(params: SamplingParams, candidate_mass: float) -> bool:
+    if params.top_k:
+        return params.top_k > NUM_CANDIDATES
+    return candidate_mass < params.top_p
 
 
-def _cut(ranked: torch.Tensor, masses: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The threshold of one row from its descending probabilities and their running sums."""
-    num_kept = min(params.top_k or len(ranked), len(ranked))
-    if params.top_p < 1.0:
-        # Without top-k the whole distribution has mass 1, whether or not all of it is ranked here.
-        mass = masses[num_kept - 1] if params.top_k else torch.ones_like(masses[0])
-        reached = torch.searchsorted(masses[:num_kept], (params.top_p * mass).reshape(1))
-        num_kept = min(int(reached) + 1, num_kept)
-    return ranked[num_kept - 1]
+def _cut(ranked: torch.Tensor, masses: torch.Tensor, params: Items[SamplingParams]) -> torch.Tensor:
+    """Thresholds, [rows, 1], from descending probabilities and their running sums, [rows, ranks]."""
+    num_ranks, device = ranked.shape[1], ranked.device
+    num_kept = torch.tensor([[min(p.top_k or num_ranks, num_ranks)] for p in params], device=device)
+    top_p = torch.tensor([[p.top_p] for p in params], device=device, dtype=torch.float64)
+    has_top_k = torch.tensor([[p.top_k > 0] for p in params], device=device)
+    # Without top-k the whole distribution has mass 1, whether or not all of it is ranked here.
+    mass = torch.where(has_top_k, masses.gather(1, num_kept - 1), 1.0)
+    nucleus = torch.searchsorted(masses, top_p * mass) + 1
+    num_kept = torch.where(top_p < 1.0, torch.minimum(nucleus, num_kept), num_kept)
+    return ranked.gather(1, num_kept - 1)

@@ -8,9 +8,11 @@ import pytest
 import torch
 from tiny_models import CPU, KINDS, BlockDealer, Twins, generate, make_prompt, make_twins, reference_greedy
 
+from engine.model import DecoderModel
 from engine.ops import TorchOps
 from engine.plan import Slice
 from engine.runner import make_layout
+from protocol.errors import StartupError
 
 LENGTHS = (1, 15, 16, 17, 33, 100)
 NUM_NEW = 8
@@ -59,3 +61,37 @@ def all_logits(twins: Twins, prompt: list[int]) -> torch.Tensor:
     return twins.model.forward(
         torch.tensor(prompt), torch.arange(len(prompt)), attention, torch.arange(len(prompt))
     )
+
+
+def test_dynamic_rope_follows_transformers_past_the_pretrained_length() -> None:
+    twins = make_twins("dynamic_rope", max_position_embeddings=64)
+    prompt = make_prompt(60)
+    expected = reference_greedy(twins.reference, prompt, 40)
+    tokens = generate(twins.new_runner(), [BlockDealer().sequence(prompt, 40)])[0]
+    assert [t.token_id for t in tokens] == expected
+
+
+def test_bfloat16_stays_near_float32() -> None:
+    """Not token for token: bfloat16 has ties and near ties. The odds of a far logit are nil, though."""
+    exact, rough = make_twins("smollm2"), make_twins("smollm2", torch.bfloat16)
+    prompt = make_prompt(100)
+    logprobs = []
+    for twins in (exact, rough):
+        sequence = BlockDealer().sequence(prompt, 1, logprobs=1000)
+        token = generate(twins.new_runner(), [sequence], chunk_size=33)[0][0]
+        logprobs.append(torch.tensor([value for _, value in sorted(token.top_logprobs)]))
+    error = (logprobs[0] - logprobs[1]).abs().mean() / logprobs[0].std()
+    assert error < 0.05
+
+
+def test_missing_and_misshapen_weights_are_named() -> None:
+    twins = twins_of("llama")
+    weights = dict(twins.reference.state_dict())
+    ops = TorchOps(CPU, torch.float32)
+    name = "model.layers.1.mlp.up_proj.weight"
+    absent = {key: value for key, value in weights.items() if key != name}
+    with pytest.raises(StartupError, match=f"lacks the weight '{name}'"):
+        DecoderModel(twins.config, absent, ops, device=CPU, dtype=torch.float32)
+    misshapen = {**weights, name: torch.zeros(3, 3)}
+    with pytest.raises(StartupError, match=f"'{name}' is"):
+        DecoderModel(twins.config, misshapen, ops, device=CPU, dtype=torch.float32)
