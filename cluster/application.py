@@ -17,7 +17,8 @@ from cluster.serve_replica import build_decode_worker, build_prefill_worker, bui
 from decode_worker.deployment import DecodeWorkerReplica
 from prefill_worker.deployment import PrefillWorkerReplica
 from protocol.errors import StartupError, error_classes
-from router.deployment import Listen, RouterReplica
+from router.deployment import RouterReplica
+from router.http_server import Listen
 
 APPLICATION = "splitserve"
 ROUTER, PREFILL, DECODE = "router", "prefill", "decode"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from cluster.config import ClusterConfig
 from cluster.directory import InProcessDirectory
 from cluster.verification import Case
 from kv_transfer import LoopbackNetwork
-from protocol.errors import StartupError
+from protocol.errors import EngineFault, StartupError
 from protocol.generation import GenerationRequest
 
 if TYPE_CHECKING:
@@ -90,9 +91,52 @@ class LocalCluster:
         await asyncio.gather(*(worker.stop() for worker in self.decode_workers))
         await asyncio.gather(*(worker.stop() for worker in self.prefill_workers))
 
+    @asynccontextmanager
+    async def http(self) -> AsyncIterator[str]:
+        """Serve the OpenAI API as configured; gives the base URL."""
+        from router.app import build_app
+        from router.http_server import HttpServer, Listen, bind
+
+        listener = bind(Listen(self._config.http.host, self._config.http.port))
+        host, port = listener.getsockname()[:2]
+        server = HttpServer(build_app(self.router), listener)
+        try:
+            yield f"http://{host}:{port}"
+        finally:
+            await server.stop()
+
     async def answer(self, cases: Sequence[Case]) -> list[list[int]]:
         """Output token ids of all cases, run at the same time through router, prefill and decode."""
         return list(await asyncio.gather(*(self._answer(case) for case in cases)))
+
+    @property
+    def _workers(self) -> list[PrefillWorker | DecodeWorker]:
+        return [*self.prefill_workers, *self.decode_workers]
+
+    def assert_idle(self) -> None:
+        """Raise `EngineFault` unless no request is anywhere and every KV block is free."""
+        self.router.assert_idle()
+        for worker in self._workers:
+            worker.assert_idle()
+            load = worker.record().load
+            if (
+                load.num_running
+                or load.num_waiting
+                or load.num_held
+                or load.blocks_free < load.blocks_total
+            ):
+                raise EngineFault(f"{worker.record().identity} still has work or blocks: {load}")
+
+    async def wait_until_idle(self, timeout_s: float) -> None:
+        """Give what was cancelled the time to end. Raises what `assert_idle` raises at the end of it."""
+        for _ in range(int(timeout_s / READY_POLL_S)):
+            try:
+                self.assert_idle()
+            except EngineFault:
+                await asyncio.sleep(READY_POLL_S)
+            else:
+                return
+        self.assert_idle()
 
     async def _answer(self, case: Case) -> list[int]:
         request = GenerationRequest(

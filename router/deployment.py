@@ -7,32 +7,15 @@ streamed token costs one write of one process. *Ingress*: through Serve's HTTP p
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import socket
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import uvicorn
-
-from protocol.errors import StartupError
+from router.http_server import HttpServer, Listen, bind
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from router.router import Router
-
-DRAIN_S = 5.0
-"""Streams that are still running so long after the farewell are cut off."""
-
-
-@dataclass(frozen=True, slots=True)
-class Listen:
-    """Where a direct router listens."""
-
-    host: str
-    port: int
 
 
 class RouterReplica:
@@ -46,11 +29,11 @@ class RouterReplica:
         self, build: Callable[[], Router], listen: Listen | None, *_pools: object
     ) -> None:
         self._router = build()
-        self._server: _RunningServer | None = None
+        self._server: HttpServer | None = None
         if listen is not None:
-            listener = _bind(listen)
+            listener = bind(listen)
             await self._router.start()
-            self._server = _serve_http(self.__serve_build_asgi_app__(), listener)
+            self._server = HttpServer(self.__serve_build_asgi_app__(), listener)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve when this is the ingress; the app's lifespan then starts the router."""
@@ -65,61 +48,7 @@ class RouterReplica:
 
     async def __del__(self) -> None:
         """Serve's farewell before a graceful end."""
-        server: _RunningServer | None = getattr(self, "_server", None)
+        server: HttpServer | None = getattr(self, "_server", None)
         if server is not None:
             await server.stop()
             await self._router.stop()
-
-
-class _HttpServer(uvicorn.Server):
-    """A uvicorn that leaves the process's signals to Ray."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-class _RunningServer:
-    """uvicorn running in this event loop."""
-
-    def __init__(self, server: _HttpServer, task: asyncio.Task[None]) -> None:
-        self._server = server
-        self._task = task
-
-    def check_health(self) -> None:
-        if self._task.done():
-            raise RuntimeError("the HTTP server ended")
-
-    async def stop(self) -> None:
-        """Accept nothing new and give what runs `DRAIN_S` to end."""
-        self._server.should_exit = True
-        await asyncio.wait_for(self._task, timeout=2 * DRAIN_S)
-
-
-def _serve_http(app: FastAPI, listener: socket.socket) -> _RunningServer:
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=int(DRAIN_S),
-    )
-    server = _HttpServer(config)
-    task = asyncio.create_task(server.serve([listener]))
-    return _RunningServer(server, task)
-
-
-def _bind(listen: Listen) -> socket.socket:
-    """Several routers of one host share the port: the kernel spreads connections over them."""
-    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        listener.bind((listen.host, listen.port))
-    except OSError as error:
-        listener.close()
-        raise StartupError(
-            f"cannot listen on {listen.host}:{listen.port}: {error.strerror}; choose another --port"
-        ) from error
-    return listener
