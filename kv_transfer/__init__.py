@@ -3,7 +3,8 @@
 lease         which tickets still hold              fingerprint  may two workers exchange KV at all
 memory        where a pool lies, which blocks may be touched
 factory       a transport by name                   peers        what all transports check
-nixl          between workers (`nixl_metadata`)     loopback     within one process (`faults`)
+nixl          between workers (`nixl_agent`, `nixl_metadata`)
+loopback      within one process (`faults`)
 """
 
 from kv_transfer.factory import agent_name, create_transport

@@ -24,7 +24,8 @@ from transport_kit import (
 )
 
 from kv_transfer import MemoryKind, PoolMemory
-from kv_transfer.nixl import NixlLibrary, NixlTransport, agent_config, load_library
+from kv_transfer.nixl import NixlLibrary, NixlTransport, load_library
+from kv_transfer.nixl_agent import agent_config
 from kv_transfer.nixl_metadata import NixlMetadata
 from protocol.codec import endpoint_from_wire
 from protocol.errors import StartupError, TransferFailed
