@@ -37,7 +37,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     low_watermark: float = 0.01
     """Share of the blocks that an admission leaves free for the growth of those that run."""
-    high_watermark: float = 0.01
+    high_watermark: float = 0.04
     """Once fewer than the low watermark are free, nobody is admitted beside others until so many are."""
     policy: str = "fcfs"
     """Name of the scheduling policy: fcfs, priority or shortest_first."""

@@ -94,6 +94,11 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def has_kv(self) -> bool:
+        """KV of its tokens was computed already, here or elsewhere."""
+        return self.state is not SequenceState.WAITING
+
+    @property
     def num_unborn(self) -> int:
         return len(self.siblings) + len(self.branches)
 
