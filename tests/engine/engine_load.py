@@ -21,7 +21,7 @@ class RandomLoad:
         self._rng = random.Random(seed)
         self._turns = [
             (self._step, 60), (self._add, 9), (self._reserve, 7), (self._fetch, 8), (self._release, 7),
-            (self._recompute, 1), (self._abort, 2), (self._abort_choice, 2), (self._invalidate, 1),
+            (self._recompute, 1), (self._abort, 2), (self._abort_choice, 2), (self._invalidate, 3),
         ]  # fmt: skip
 
     def run(self, num_steps: int) -> None:

@@ -137,6 +137,11 @@ class World:
         self._fill(seq_id, request.prompt, request.salt)
         self.engine.admit(seq_id)
 
+    def fetch_without_verdict(self, pick: int) -> None:
+        """The KV is there, but nobody has vouched for it: the blocks may not be touched meanwhile."""
+        if (seq_id := self._choose(self._fetching(), pick)) is not None:
+            self._fill(seq_id, self.requests[seq_id].prompt, self.requests[seq_id].salt)
+
     def recompute(self, pick: int) -> None:
         waiting = [seq_id for seq_id, request in self._live().items() if request.is_reserved]
         if (seq_id := self._choose(waiting, pick)) is not None:
@@ -174,12 +179,12 @@ class World:
 
     def step(self) -> None:
         num_plans = len(self.executor.plans)
-        waits_for_others = self._held() or self._fetching()
         had_work = self.engine.core.has_work
         self.engine.step()
         self.executor.now += 1
         self.num_steps += 1
         is_idle = len(self.executor.plans) == num_plans
+        waits_for_others = self._held() or self._fetching()  # the step may have given blocks to fill
         assert not (had_work and is_idle) or waits_for_others, "live sequences, and nothing is done"
         del self.executor.plans[:-1], self.engine.events[:]
 

@@ -46,10 +46,12 @@ class StampedExecutor(FakeExecutor):
 
     def _read(self, piece: Slice) -> Stamp:
         sequence = piece.sequence
-        stamps = [
-            self._stamps[sequence.block_table[position // self._size], position % self._size]
-            for position in range(sequence.num_computed)
-        ]
+        stamps = []
+        for position in range(sequence.num_computed):
+            slot = sequence.block_table[position // self._size], position % self._size
+            if slot not in self._stamps:
+                raise EngineFault(f"{sequence.seq_id} reads slot {slot}, which holds nothing")
+            stamps.append(self._stamps[slot])
         since = min((stamp.since for stamp in stamps), default=self.now)
         if since < self.not_before.get(sequence.seq_id, 0):
             raise EngineFault(f"{sequence.seq_id} reads KV from before an invalidation")
