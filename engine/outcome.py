@@ -36,6 +36,7 @@ def _apply_decodes(
 ) -> None:
     """The hot loop: runs once per sequence and step, so it looks closely only when an end is possible."""
     finished: list[Sequence] = []
+    tell = events.append
     for (sequence, _), token in zip(decodes, tokens, strict=True):
         if token is None:
             raise EngineFault("a decode slice gave no token")
@@ -47,7 +48,7 @@ def _apply_decodes(
             reason = finish_reason(sequence)
             if reason is not None:
                 finished.append(sequence)
-        events.append(TokensSampled(sequence.seq_id, (token,), reason, sequence.num_cached, sequence.index))
+        tell(TokensSampled(sequence.seq_id, (token,), reason, sequence.num_cached, sequence.index))
     for sequence in finished:
         roster.finish(sequence)
     roster.counters.generated_tokens += len(tokens)
