@@ -61,7 +61,9 @@ def step_costs_us(num_seqs: int, num_steps: int) -> tuple[list[float], list[floa
     core = EngineCore(config, InstantDevice(), frozenset(), time.thread_time)
     for i in range(num_seqs):
         prompt = tuple(range(i * PROMPT_TOKENS, (i + 1) * PROMPT_TOKENS - i % 16))
-        core.handle(AddSequence(SequenceId(f"s{i}"), prompt, SamplingParams(num_steps + 16, ignore_eos=True)))
+        core.handle(
+            AddSequence(SequenceId(f"s{i}"), prompt, SamplingParams(num_steps + 16, ignore_eos=True))
+        )
     while core.stats().last_num_tokens != num_seqs or core.stats().num_waiting:
         core.step()
     costs: list[float] = []

@@ -20,7 +20,12 @@ POLICIES = ["fcfs", "priority", "shortest_first"]
 
 def world(policy: str, preemption: str, **settings: object) -> World:
     return World(
-        policy=policy, preemption=preemption, low_watermark=0.1, high_watermark=0.3, ageing_tokens=3, **settings
+        policy=policy,
+        preemption=preemption,
+        low_watermark=0.1,
+        high_watermark=0.3,
+        ageing_tokens=3,
+        **settings,
     )
 
 
