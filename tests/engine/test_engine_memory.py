@@ -97,10 +97,9 @@ def test_a_step_may_move_blocks_and_compute_nothing() -> None:
     engine.step()
     engine.reserve("b", prompt(8, 50), tuple(engine.expected(prompt(8, 50), 1)), greedy(3))
     engine.step()
-    assert engine.last_plan == [("a", 8)] or engine.executor.plans[-1] == []
-    assert engine.core.stats().num_swapped == 0 or "b" in engine.allocated
-    if "b" not in engine.allocated:
-        engine.step()
+    assert engine.last_plan == []
+    assert engine.core.stats().num_swapped == 1
+    assert "b" in engine.allocated
     engine.abort("b")
     engine.run()
     assert engine.tokens["a"] == engine.expected(prompt(8), 6)
@@ -171,4 +170,4 @@ def test_two_long_prefills_are_both_bounded() -> None:
     engine.add("a", prompt(40), greedy(1))
     engine.add("b", prompt(40, 50), greedy(1))
     engine.step()
-    assert engine.last_plan == [("a", 6), ("b", 6)] or engine.last_plan == [("a", 6), ("b", 10)]
+    assert engine.last_plan == [("a", 6), ("b", 6)]
