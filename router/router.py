@@ -62,7 +62,9 @@ class Router:
         )
         self.admission = Admission(settings.max_in_flight, settings.max_queued, settings.retry_after_s)
         self.service = Service(self.orchestrator, self.admission, tokenizer, self.metrics, clock)
-        self.preparer = Preparer(tokenizer, served_model_name, max_model_len)
+        self.preparer = Preparer(
+            tokenizer, served_model_name, max_model_len, settings.max_num_choices
+        )
         self.canary = Canary(self.orchestrator, self.workers, settings, clock)
         self._singing: asyncio.Task[None] | None = None
         self._expose_gauges()

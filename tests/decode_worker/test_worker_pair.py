@@ -147,7 +147,7 @@ class Line:
 
     def _on_frame(self, frame: Any) -> None:
         for done in getattr(frame, "done", ()):
-            self._of(done.first.request_id).put_nowait(done)
+            self._of(done.firsts[0].request_id).put_nowait(done)
         for delta in getattr(frame, "deltas", ()):
             self._of(delta.request_id).put_nowait(delta)
         for failure in frame.failures:
@@ -177,7 +177,13 @@ class Router:
 
     async def hand_over(self, request: GenerationRequest, done: Any) -> None:
         submit = pb.DecodeSubmit(
-            request=request_to_wire(request), ticket=done.ticket, first_token=done.first.tokens[0]
+            request=request_to_wire(request),
+            ticket=done.ticket,
+            first_tokens=[
+                pb.FirstToken(index=first.index, token=first.tokens[0])
+                for first in done.firsts
+                if not first.finish_reason
+            ],
         )
         await self.d.session.send(pb.DecodeCommand(submit=submit))
 
@@ -194,9 +200,9 @@ class Router:
 
     async def generate(self, request: GenerationRequest) -> tuple[list[int], Any]:
         done = await self.prefill(request)
-        first = [t.token_id for t in done.first.tokens]
-        if done.first.finish_reason:
-            return first, done.first.receipt
+        first = [t.token_id for t in done.firsts[0].tokens]
+        if done.firsts[0].finish_reason:
+            return first, done.firsts[0].receipt
         await self.hand_over(request, done)
         tokens, receipt = await self.rest(request.request_id)
         return first + tokens, receipt
@@ -245,7 +251,7 @@ async def test_first_token_is_never_sent_twice_and_the_receipt_tells_the_fetch()
     async with running(pair) as router:
         request = make_request(num_prompt=10)
         done = await router.prefill(request)
-        assert len(done.first.tokens) == 1
+        assert len(done.firsts[0].tokens) == 1
         await router.hand_over(request, done)
         tokens, receipt = await router.rest("r")
         assert len(tokens) == request.sampling.max_tokens - 1
@@ -258,7 +264,7 @@ async def test_request_of_one_token_never_leaves_the_prefill_worker() -> None:
         request = make_request()
         request = replace(request, sampling=replace(request.sampling, max_tokens=1))
         done = await router.prefill(request)
-        assert done.first.finish_reason == "length"
+        assert done.firsts[0].finish_reason == "length"
         assert not done.HasField("ticket")
 
 

@@ -135,10 +135,10 @@ async def test_first_token_leaves_with_the_ticket_and_the_reader_frees_the_block
     )
     await settle()
     (done,) = bench.frame().done
-    assert done.first.tokens[0].token_id == 77
-    assert done.first.receipt.prefill_queue_s == pytest.approx(0.5)
-    assert done.first.receipt.prefill_s == pytest.approx(0.25)
-    assert done.first.receipt.num_cached_tokens == 4
+    assert done.firsts[0].tokens[0].token_id == 77
+    assert done.firsts[0].receipt.prefill_queue_s == pytest.approx(0.5)
+    assert done.firsts[0].receipt.prefill_s == pytest.approx(0.25)
+    assert done.firsts[0].receipt.num_cached_tokens == 4
     ticket = ticket_from_wire(done.ticket)
     assert (ticket.block_ids, ticket.num_tokens, ticket.tokens_ready) == ((7, 8, 9), 10, 10)
     assert (ticket.owner, ticket.owner_address, ticket.lease_s) == (P0, "10.0.0.1:5", LEASE_S)
@@ -158,7 +158,7 @@ def test_request_that_ends_with_its_first_token_holds_nothing(reason: FinishReas
         bench.submit()
         await bench.compute(bench.added(), reason)
         (done,) = bench.frame().done
-        assert done.first.finish_reason == reason.value
+        assert done.firsts[0].finish_reason == reason.value
         assert not done.HasField("ticket")
         assert bench.engine.take() == []
         bench.assert_idle()
