@@ -51,7 +51,7 @@ class Piece:
     usage: Usage
     index: int = 0
     prompt_tokens: tuple[AnswerToken, ...] = ()
-    """In a choice's first piece, where the prompt was scored: its tokens; the first has no log-probability."""
+    """In a choice's first piece, where the prompt was scored; its first token has no log-probability."""
 
 
 @dataclass(slots=True)
@@ -99,15 +99,16 @@ class Answers:
     def prompt(self, index: int, scores: Sequence[Token]) -> Piece | None:
         """The piece with which a choice begins when the prompt is to be given; None in all other cases.
 
-        `scores`: the prompt's tokens but the first, with their log-probabilities, or nothing.
+        `scores`: the prompt's tokens but the first with their log-probabilities, where they were asked for.
         """
         if index not in self._needs_prompt:
             return None
         self._needs_prompt.discard(index)
-        if self._request.echo is None and not scores:
+        is_scored = self._request.generation.sampling.prompt_logprobs is not None
+        if self._request.echo is None and not is_scored:
             return None
         if self._prompt_tokens is None:  # the same for all choices
-            self._prompt_tokens = self._scored(scores) if scores else ()
+            self._prompt_tokens = self._scored(scores) if is_scored else ()
         return Piece(
             self._request.echo or "", (), None, self._meter.usage, index, prompt_tokens=self._prompt_tokens
         )

@@ -38,7 +38,7 @@ class Connection(Protocol):
         """The worker's metrics in Prometheus' text format. Raises `SplitserveError`."""
 
     async def invalidate_cache(self, request: pb.InvalidateCacheRequest, timeout_s: float) -> None:
-        """Return when no request that is sent from now on can hit what is meant. Raises `SplitserveError`."""
+        """Return when no request that is sent from now on can hit it. Raises `SplitserveError`."""
 
     async def close(self) -> None:
         """End everything. Idempotent, bounded."""

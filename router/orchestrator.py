@@ -138,9 +138,7 @@ class Orchestrator:
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
-    async def _forward(
-        self, run: Run, arrivals: asyncio.Queue[tuple[int, TokenDelta | Exception]]
-    ) -> None:
+    async def _forward(self, run: Run, arrivals: asyncio.Queue[tuple[int, TokenDelta | Exception]]) -> None:
         """Put a single choice's deltas, or what ended it, into `arrivals`."""
         index = run.request.index
         try:

@@ -68,7 +68,9 @@ class Service:
                     piece = answers.push(delta)
                     timer.tokens(len(piece.tokens), piece.index)
                     if piece.finish_reason is not None:
-                        deltas.drop(piece.index)  # a stop string ended it: abort before a slow client reads on
+                        deltas.drop(
+                            piece.index
+                        )  # a stop string ended it: abort before a slow client reads on
                     if answers.is_complete:
                         await deltas.aclose()
                         timer.finished(piece)

@@ -189,14 +189,14 @@ def _by_choice(pieces: Sequence[Piece]) -> list[list[Piece]]:
 def _prompt_logprobs(piece: Piece, options: ReplyOptions, tokenizer: Tokenizer) -> list[Json | None]:
     """vLLM's form: by token id, for every token of the prompt; null for the first."""
     number = options.num_prompt_logprobs
-    return [
-        None if t.token.logprob is None else _ranked(t.token, number, tokenizer)
-        for t in piece.prompt_tokens
-    ] or [None]  # a prompt of one token
+    tokens = [entry.token for entry in piece.prompt_tokens]
+    return [None if token.logprob is None else _ranked(token, number, tokenizer) for token in tokens]
 
 
 def _ranked(token: Token, number: int | None, tokenizer: Tokenizer) -> Json:
-    ranked = [(t, p, rank) for rank, (t, p) in enumerate(token.top_logprobs[:number], start=1)]
+    """The best tokens with their ranks, and the token itself, whose rank is unknown if not among them."""
+    ranked: list[tuple[int, float, int | None]] = []
+    ranked += [(t, p, rank) for rank, (t, p) in enumerate(token.top_logprobs[:number], start=1)]
     if token.token_id not in {token_id for token_id, _, _ in ranked}:
         ranked.append((token.token_id, token.logprob or 0.0, None))
     return {
