@@ -176,6 +176,7 @@ async def bench(
         for worker in cluster.workers_by_identity.values():
             worker.requests.clear()  # the canary's
             worker.tickets.clear()
+            worker.num_first_tokens.clear()
         yield running
         router.assert_idle()
         cluster.assert_idle()
