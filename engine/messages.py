@@ -25,16 +25,20 @@ class AddSequence:
     """Keep the blocks after the next sampled token, until `ReleaseSequence` (prefill role)."""
     priority: int = 0
     cache_salt: str = ""
+    index: int = 0
+    """Number of the first choice: a choice that goes on alone keeps the one it had."""
     num_samples: int = 1
     """Choices that share the prompt's blocks; choice i has the seed `choice_seed(sampling.seed, i)`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sibling:
-    """A further choice of a reserved sequence: the same prompt, other output tokens, its own seed."""
+    """A further choice of a reserved sequence: the same tokens but the last one."""
 
     index: int
     output_token_ids: tuple[int, ...]
+    seed: int | None = None
+    """Its own. None: `choice_seed(sampling.seed, index)`, right when the reservation's index is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class ReserveSequence:
     output_token_ids: tuple[int, ...]
     """At least one: the token that the prefill worker sampled."""
     sampling: SamplingParams
+    """With the first choice's own seed."""
     priority: int = 0
     cache_salt: str = ""
     index: int = 0
