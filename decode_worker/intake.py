@@ -44,7 +44,7 @@ from protocol.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from protocol.generation import GenerationRequest, Receipt, Token
+from protocol.generation import GenerationRequest, Receipt, Token, choice_seed
 from protocol.handoff import Ticket, Verdict
 from protocol.ids import BlockId, SequenceId
 from protocol.ports import Clock, FetchStatus
@@ -139,7 +139,7 @@ class Intake:
             self._dropped.set_result(RequestCancelled("the request was dropped during its intake"))
 
     def drop_choice(self, index: int) -> None:
-        """As `drop` for one choice of several, by the engine's count; the others go on."""
+        """As `drop` for one choice of several; the others go on."""
         if self.state in (IntakeState.ADMITTED, IntakeState.RECOMPUTING):
             self._tools.engine.post(AbortSequence(self._seq_id, index))
         else:
@@ -178,23 +178,27 @@ class Intake:
 
     def _reserve(self) -> None:
         request = self._request
-        # The engine counts a request's choices from 0; one that goes on by itself has its own number.
-        choices = [
-            Sibling(index - request.index, (*request.output_token_ids, token.token_id))
-            for index, token in self._first_tokens
-        ]
+        (index, token), *others = self._first_tokens
+        # The owner has scored the prompt.
+        sampling = replace(request.sampling, seed=self._seed_of(index), prompt_logprobs=None)
         self._tools.engine.post(
             ReserveSequence(
                 self._seq_id,
                 request.prompt_token_ids,
-                choices[0].output_token_ids,
-                replace(request.sampling, prompt_logprobs=None),  # the owner has scored the prompt
+                (*request.output_token_ids, token.token_id),
+                sampling,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
-                index=choices[0].index,
-                siblings=tuple(choices[1:]),
+                index=index,
+                siblings=tuple(
+                    Sibling(i, (*request.output_token_ids, other.token_id), self._seed_of(i))
+                    for i, other in others
+                ),
             )
         )
+
+    def _seed_of(self, index: int) -> int:
+        return choice_seed(self._request.sampling.seed, index - self._request.index)
 
     async def _wait_for_blocks(self, keeper: LeaseKeeper) -> tuple[BlockId, ...]:
         """Step 1. A lost lease ends the wait only if there is nothing to recompute into."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from decode_worker.intake import Intake, IntakeTools, Submission, give_back
 from engine import (
@@ -49,9 +49,7 @@ class Generation:
     seq_id: SequenceId
     intake: Intake
     deadline: asyncio.TimerHandle
-    first_choice: int
-    """The engine counts the request's choices from 0, the request from here."""
-    choices: set[int] = field(default_factory=set)
+    choices: set[int]
     """Those that have not ended."""
     has_sent: bool = False
 
@@ -130,7 +128,7 @@ class DecodeSession:
             request.deadline_s, self._expire, request.request_id
         )
         choices = {index for index, _ in submission.first_tokens}
-        generation = Generation(request.request_id, seq_id, intake, deadline, request.index, choices)
+        generation = Generation(request.request_id, seq_id, intake, deadline, choices)
         self._generations[request.request_id] = generation
         self._tools.engine.listen(seq_id, lambda event: self._on_event(generation, event))
         self._tools.tasks.spawn(self._take_in(generation), f"intake of {seq_id}")
@@ -156,15 +154,14 @@ class DecodeSession:
                 pass  # told about sequences of the prefill role alone
 
     def _send(self, generation: Generation, event: TokensSampled) -> None:
-        index = generation.first_choice + event.index
-        if index not in generation.choices:
+        if event.index not in generation.choices:
             return  # dropped while the engine still worked on it
         if event.finish_reason is not None:
-            generation.choices.discard(index)
+            generation.choices.discard(event.index)
             if not generation.choices:
                 self._forget(generation.request_id)
         delta = TokenDelta(
-            generation.request_id, event.tokens, event.finish_reason, generation.next_receipt(), index
+            generation.request_id, event.tokens, event.finish_reason, generation.next_receipt(), event.index
         )
         write_delta(delta, self.outbox.pending().deltas.add())
 
@@ -191,7 +188,7 @@ class DecodeSession:
             self._drop(request_id)
         else:
             generation.choices.discard(index)
-            generation.intake.drop_choice(index - generation.first_choice)
+            generation.intake.drop_choice(index)
 
     def _forget(self, request_id: RequestId) -> Generation | None:
         generation = self._generations.pop(request_id, None)

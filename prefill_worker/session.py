@@ -147,6 +147,7 @@ class PrefillSession:
             hold=True,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            index=request.index,
             num_samples=request.n,
         )
         try:
@@ -180,7 +181,10 @@ class PrefillSession:
             prompt_logprobs=[token_to_wire(token) for token in prefill.prompt_logprobs]
         )
         for event in sorted(prefill.firsts, key=lambda event: event.index):
-            write_delta(_delta(prefill.request, event, receipt), done.firsts.add())
+            delta = TokenDelta(
+                prefill.request.request_id, event.tokens, event.finish_reason, receipt, event.index
+            )
+            write_delta(delta, done.firsts.add())
         if any(event.finish_reason is None for event in prefill.firsts):
             done.ticket.CopyFrom(ticket_to_wire(self._offer(prefill)))
 
@@ -224,9 +228,3 @@ class PrefillSession:
 
     def _stamp(self, frame: pb.PrefillFrame) -> None:
         frame.load.CopyFrom(load_to_wire(self._engine.stats.load))
-
-
-def _delta(request: GenerationRequest, event: TokensSampled, receipt: Receipt) -> TokenDelta:
-    # The engine counts a request's choices from 0; one that goes on by itself has its own number.
-    index = request.index + event.index
-    return TokenDelta(request.request_id, event.tokens, event.finish_reason, receipt, index)

@@ -174,6 +174,10 @@ class DecodeBench:
     def abort(self, name: str = "r") -> None:
         self.session.on_command(pb.DecodeCommand(abort_request_id=name))
 
+    def abort_choice(self, index: int) -> None:
+        abort = pb.AbortChoice(request_id="r", index=index)
+        self.session.on_command(pb.DecodeCommand(abort_choice=abort))
+
     def reserved(self) -> SequenceId:
         """The id of the sequence that was reserved with the only command so far."""
         (command,) = self.engine.take()
