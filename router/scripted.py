@@ -54,6 +54,8 @@ class ScriptedWorker:
         """Choices that each submit to a decode worker took over."""
         self.exposition = ""
         self.is_alive = True
+        self.is_deaf = False
+        """Takes too long to carry an operator's command out."""
         self.requests: list[GenerationRequest] = []
         self.aborted: list[RequestId] = []
         self.aborted_choices: list[tuple[RequestId, int]] = []
@@ -138,14 +140,14 @@ class ScriptedWorker:
         self._running[request.request_id] = asyncio.create_task(work)
 
     async def _prefill(self, request: GenerationRequest) -> None:
-        at = len(request.output_token_ids)
+        at, answered = len(request.output_token_ids), self.answers_with(request)
         await self._turn()
-        firsts = [self._delta(choice, at) for choice in _choices(self.answers_with(request))]
+        firsts = [self._delta(choice, at) for choice in _choices(answered)]
         done = pb.PrefillDone(firsts=map(codec.delta_to_wire, firsts))
         if (number := request.sampling.prompt_logprobs) is not None:
             done.prompt_logprobs.extend(
                 codec.token_to_wire(Token(token_id, -0.25, ((token_id, -0.25), (0, -2.0))[:number]))
-                for token_id in request.prompt_token_ids[1:]
+                for token_id in answered.prompt_token_ids[1:]
             )
         if any(first.finish_reason is None for first in firsts):
             ticket_id = TicketId(f"ticket-{request.request_id}-{self.identity}")
@@ -253,6 +255,8 @@ class ScriptedConnection:
     async def invalidate_cache(self, request: pb.InvalidateCacheRequest, timeout_s: float) -> None:
         if not self._worker.is_alive:
             raise WorkerUnavailable(f"{self._worker.identity} does not answer")
+        if self._worker.is_deaf:
+            await asyncio.sleep(2 * timeout_s)
         self._worker.invalidated.append(request)
 
     async def close(self) -> None:
