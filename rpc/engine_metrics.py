@@ -60,7 +60,9 @@ class EngineCollector(Collector):
             "cached": stats.prompt_tokens_cached,
             "transferred": stats.prompt_tokens_transferred,
         }
-        yield self._counter("prompt_tokens_by_source", "Where prompt KV came from", sources, "source")
+        yield self._counter(
+            "prompt_tokens_by_source", "Tokens by where their KV came from", sources, "source"
+        )
         yield self._counter("sampled_tokens", "Tokens sampled by the engine", {"": stats.generated_tokens})
 
     def _steps(self, stats: EngineStats) -> Iterator[Metric]:
@@ -69,7 +71,7 @@ class EngineCollector(Collector):
         yield self._histogram("iteration_num_seqs", "Sequences per engine step", num_seqs)
         yield self._histogram("iteration_tokens_total", "Tokens computed per engine step", num_tokens)
         parts = {"schedule": steps.schedule_s, "execute": steps.execute_s, "apply": steps.apply_s}
-        yield self._histogram("iteration_seconds", "Time of an engine step's parts", parts, "part")
+        yield self._histogram("iteration_seconds", "Seconds of an engine step by part", parts, "part")
 
     def _labels(self, label: str = "") -> tuple[list[str], list[str]]:
         """Names of a family's labels, `label` of its own first, and the values of all others."""
