@@ -21,14 +21,13 @@ from worker_fakes import (
     FINGERPRINT,
     P0,
     MemoryDirectory,
-    PoolKv,
     make_request,
 )
+from worker_stations import Station, profile
 
 from decode_worker import DecodeWorker, DecodeWorkerConfig, OnKvFailure
-from engine import EngineCore, EngineThread, SchedulerConfig
 from engine.fake_executor import FakeExecutor
-from kv_transfer import FaultKind, LoopbackNetwork, LoopbackTransport, agent_name
+from kv_transfer import FaultKind, LoopbackNetwork
 from prefill_worker import PrefillWorker, PrefillWorkerConfig
 from protocol.codec import failure_from_wire, request_to_wire, ticket_from_wire, token_from_wire
 from protocol.errors import (
@@ -44,39 +43,11 @@ from protocol.errors import (
 )
 from protocol.generation import GenerationRequest, choice_seed
 from protocol.handoff import Fingerprint, Ticket
-from protocol.ids import WorkerIdentity
 from protocol.wire import splitserve_pb2 as pb
 from protocol.wire.splitserve_pb2_grpc import DecodeWorkerStub, PrefillWorkerStub, WorkerAdminStub
-from rpc import WorkerProfile, WorkerSession, open_channel, rpc_errors
+from rpc import WorkerSession, open_channel, rpc_errors
 
-NUM_BLOCKS = 64
 LIMIT_S = 20.0
-
-
-class Station:
-    """What a worker is built from: a core, its memory and its transport."""
-
-    def __init__(self, identity: WorkerIdentity, network: LoopbackNetwork) -> None:
-        kv, memory = PoolKv.allocate(NUM_BLOCKS)
-        self.executor = FakeExecutor(BLOCK_SIZE, kv=kv)
-        self.gate_s = 0.0
-        config = SchedulerConfig(num_blocks=NUM_BLOCKS, max_model_len=200, block_size=BLOCK_SIZE)
-        self.core = EngineCore(config, self, frozenset(), time.monotonic)
-        self.transport = LoopbackTransport(memory, agent_name(identity, 0), network)
-        self.breaks = False
-
-    def execute(self, plan: Any) -> Any:
-        if self.breaks:
-            raise ZeroDivisionError("the device is gone")
-        time.sleep(self.gate_s)
-        return self.executor.execute(plan)
-
-    def engine(self, on_events: Any) -> EngineThread:
-        return EngineThread(self.core, on_events, "engine", idle_wait_s=0.05)
-
-
-def profile(identity: WorkerIdentity, fingerprint: Fingerprint) -> WorkerProfile:
-    return WorkerProfile(identity, fingerprint, max_model_len=200, cluster_token=CLUSTER_TOKEN)
 
 
 class Pair:
