@@ -93,9 +93,7 @@ def _apply_first_tokens(
     if sequence.hold and None in reasons:
         events.append(PrefillProgressed(sequence.seq_id, sequence.num_computed))
     for choice, token, reason in zip(choices, tokens, reasons, strict=True):
-        events.append(
-            TokensSampled(sequence.seq_id, (token,), reason, sequence.num_cached, choice.index)
-        )
+        events.append(TokensSampled(sequence.seq_id, (token,), reason, sequence.num_cached, choice.index))
     living = [choice for choice, reason in zip(choices, reasons, strict=True) if reason is None]
     _after_first_tokens(roster, sequence, living)
 
