@@ -18,6 +18,9 @@ from router.tokenizer import Tokenizer
 LONG_TEXT_CHARACTERS = 8192
 """Longer texts are tokenised in a thread, so that nobody's stream waits for that."""
 
+MAX_PROMPT_SCORES = 200_000
+"""They cross the wire in one message, whose reading holds everybody else up for a fraction of a second."""
+
 
 @dataclass(frozen=True, slots=True)
 class Preparer:
@@ -109,6 +112,7 @@ class Preparer:
             raise InvalidRequest(
                 f"n: at most {self.max_num_choices} choices are possible", param="n", code="invalid_value"
             )
+        _check_scores(len(prompt), prompt_logprobs)
         words = [ids for word in fields.bad_words or () for ids in self.tokenizer.encode_bad_word(word)]
         sampling = sampling_params(
             fields,
@@ -126,6 +130,17 @@ class Preparer:
             priority=fields.priority or 0,
             cache_salt=fields.cache_salt or "",
             n=num_choices,
+        )
+
+
+def _check_scores(num_prompt_tokens: int, prompt_logprobs: int | None) -> None:
+    num_scores = 0 if prompt_logprobs is None else num_prompt_tokens * (1 + prompt_logprobs)
+    if num_scores > MAX_PROMPT_SCORES:
+        raise InvalidRequest(
+            f"{num_scores} log-probabilities of the prompt are more than the {MAX_PROMPT_SCORES} that are"
+            " possible: ask for fewer best tokens, or score a shorter prompt",
+            param="prompt_logprobs",
+            code="invalid_value",
         )
 
 

@@ -193,3 +193,12 @@ async def test_priority_and_salt_reach_both_workers() -> None:
         for worker in (running.prefill, running.decode):
             request = worker.requests[0]
             assert (request.priority, request.cache_salt) == (-3, "tenant")
+
+
+async def test_more_scores_than_a_message_can_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.openai.prepare.MAX_PROMPT_SCORES", 11)
+    async with bench("xyz") as running, running.client() as client:
+        for body, status in (({"echo": True, "logprobs": 1}, 200), ({"prompt_logprobs": 2}, 400)):
+            answer = await client.post("/v1/completions", json=body | {"model": MODEL, "prompt": "hello !"})
+            assert answer.status_code == status
+        assert answer.json()["error"]["param"] == "prompt_logprobs"
