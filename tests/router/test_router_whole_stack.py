@@ -121,8 +121,7 @@ async def test_choices_survive_the_death_of_their_decode_worker_in_mid_stream() 
         for station in running.stations[1:]:
             station.gate_s = 0.03
         task = asyncio.create_task(running.complete(n=3, max_tokens=40, stream=True))
-        await until(lambda: any(w.record().load.num_running for w in running.decodes))
-        await asyncio.sleep(0.2)
+        await until(lambda: any(len(station.executor.plans) > 5 for station in running.stations[1:]))
         victim = next(w for w in running.decodes if w.record().load.num_running)
         await victim.stop()
         for station in running.stations:
