@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NoReturn
 
@@ -33,6 +33,7 @@ from engine import (
     Event,
     RecomputeSequence,
     ReserveSequence,
+    Sibling,
 )
 from protocol.errors import (
     EngineFault,
@@ -43,7 +44,7 @@ from protocol.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from protocol.generation import GenerationRequest, Receipt, Token
+from protocol.generation import GenerationRequest, Receipt, Token, choice_seed
 from protocol.handoff import Ticket, Verdict
 from protocol.ids import BlockId, SequenceId
 from protocol.ports import Clock, FetchStatus
@@ -70,10 +71,15 @@ class Submission:
 
     request: GenerationRequest
     ticket: Ticket
-    first_token: Token
+    first_tokens: tuple[tuple[int, Token], ...]
+    """(choice, token that the owner sampled) of every choice that goes on, in their order."""
 
     def mismatch(self, block_size: int) -> str | None:
-        """Why ticket and request cannot belong together; None when they can."""
+        """Why ticket, first tokens and request cannot belong together; None when they can."""
+        choices = [index for index, _ in self.first_tokens]
+        first = self.request.index
+        if not choices or choices != sorted(set(choices) & set(range(first, first + self.request.n))):
+            return f"first tokens came for choices {choices} of {self.request.n} from {first} on"
         num_tokens = len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
         if self.ticket.num_tokens != num_tokens:
             return f"the ticket covers {self.ticket.num_tokens} tokens and the request has {num_tokens}"
@@ -110,7 +116,8 @@ class Intake:
         self.receipt = Receipt()
         self._request = submission.request
         self._ticket = submission.ticket
-        self._first_token = submission.first_token
+        self._first_tokens = submission.first_tokens
+        self._unwanted_choices: list[int] = []
         self._seq_id = seq_id
         self._tools = tools
         self._received_s = tools.clock()
@@ -130,6 +137,13 @@ class Intake:
             self._tools.engine.post(AbortSequence(self._seq_id))
         elif not self._dropped.done():
             self._dropped.set_result(RequestCancelled("the request was dropped during its intake"))
+
+    def drop_choice(self, index: int) -> None:
+        """As `drop` for one choice of several; the others go on."""
+        if self.state in (IntakeState.ADMITTED, IntakeState.RECOMPUTING):
+            self._tools.engine.post(AbortSequence(self._seq_id, index))
+        else:
+            self._unwanted_choices.append(index)
 
     async def run(self) -> None:
         """Take all steps. Returns when the sequence is admitted or recomputes, with `receipt` filled.
@@ -158,23 +172,33 @@ class Intake:
             self._fall_back(error)
         else:
             self._raise_if_dropped()
-            self.state = IntakeState.ADMITTED
-            self._tools.engine.post(AdmitSequence(self._seq_id))
+            self._hand_over(IntakeState.ADMITTED, AdmitSequence(self._seq_id))
         finally:
             await keeper.stop()
 
     def _reserve(self) -> None:
         request = self._request
+        (index, token), *others = self._first_tokens
+        # The owner has scored the prompt.
+        sampling = replace(request.sampling, seed=self._seed_of(index), prompt_logprobs=None)
         self._tools.engine.post(
             ReserveSequence(
                 self._seq_id,
                 request.prompt_token_ids,
-                (*request.output_token_ids, self._first_token.token_id),
-                request.sampling,
+                (*request.output_token_ids, token.token_id),
+                sampling,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
+                index=index,
+                siblings=tuple(
+                    Sibling(i, (*request.output_token_ids, other.token_id), self._seed_of(i))
+                    for i, other in others
+                ),
             )
         )
+
+    def _seed_of(self, index: int) -> int:
+        return choice_seed(self._request.sampling.seed, index - self._request.index)
 
     async def _wait_for_blocks(self, keeper: LeaseKeeper) -> tuple[BlockId, ...]:
         """Step 1. A lost lease ends the wait only if there is nothing to recompute into."""
@@ -256,9 +280,15 @@ class Intake:
         recomputes = self._tools.config.on_kv_failure is OnKvFailure.RECOMPUTE
         if not recomputes or self.state is IntakeState.QUARANTINED:
             raise error
-        self.state = IntakeState.RECOMPUTING
         self._tools.metrics.observe_recompute()
-        self._tools.engine.post(RecomputeSequence(self._seq_id))
+        self._hand_over(IntakeState.RECOMPUTING, RecomputeSequence(self._seq_id))
+
+    def _hand_over(self, state: IntakeState, command: AdmitSequence | RecomputeSequence) -> None:
+        """The sequence is the engine's from here, without the choices that were dropped meanwhile."""
+        self.state = state
+        self._tools.engine.post(command)
+        for index in self._unwanted_choices:
+            self._tools.engine.post(AbortSequence(self._seq_id, index))
 
     def _leave(self, error: SplitserveError) -> None:
         if self.state is IntakeState.QUARANTINED:

@@ -5,7 +5,8 @@ Life of one request here:
     submit ──> intake (see `decode_worker.intake`) ──> decoding ──> finished
                   └─── abort, deadline, session end, fault ──┴──> dropped
 
-The first token is on its way to the client already: only later ones are sent from here.
+The first tokens are on their way to the client already: only later ones are sent from here. A request
+with several choices is one intake and one sequence; each choice ends by itself.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from decode_worker.intake import Intake, IntakeTools, Submission, give_back
-from engine import BlocksAllocated, Event, PrefillProgressed, SequenceFailed, TokensSampled
+from engine import (
+    BlocksAllocated,
+    Event,
+    PrefillProgressed,
+    PromptScored,
+    SequenceFailed,
+    TokensSampled,
+)
 from protocol.codec import (
     failure_to_wire,
     load_to_wire,
@@ -41,6 +49,8 @@ class Generation:
     seq_id: SequenceId
     intake: Intake
     deadline: asyncio.TimerHandle
+    choices: set[int]
+    """Those that have not ended."""
     has_sent: bool = False
 
     def next_receipt(self) -> Receipt:
@@ -71,6 +81,8 @@ class DecodeSession:
             self._receive(command.submit)
         elif kind == "abort_request_id":
             self._drop(RequestId(command.abort_request_id))
+        elif kind == "abort_choice":
+            self._drop_choice(RequestId(command.abort_choice.request_id), command.abort_choice.index)
 
     def end(self) -> None:
         """Drop all requests. Idempotent."""
@@ -85,17 +97,16 @@ class DecodeSession:
 
     def _receive(self, submit: pb.DecodeSubmit) -> None:
         request_id = RequestId(submit.request.request_id)
-        if not submit.HasField("ticket") or not submit.HasField("first_token"):
-            self._tell_failure(request_id, InvalidRequest("a submission needs a ticket and a first token"))
+        if not submit.HasField("ticket"):
+            self._tell_failure(request_id, InvalidRequest("a submission needs a ticket"))
             return
         try:
             ticket = ticket_from_wire(submit.ticket)
         except ValueError as reason:
             self._tell_failure(request_id, InvalidRequest(f"the ticket cannot be read: {reason}"))
             return
-        submission = Submission(
-            request_from_wire(submit.request), ticket, token_from_wire(submit.first_token)
-        )
+        first_tokens = tuple((first.index, token_from_wire(first.token)) for first in submit.first_tokens)
+        submission = Submission(request_from_wire(submit.request), ticket, first_tokens)
         error = self._why_not(submission)
         if error is None:
             self._start(submission)
@@ -116,7 +127,8 @@ class DecodeSession:
         deadline = asyncio.get_running_loop().call_later(
             request.deadline_s, self._expire, request.request_id
         )
-        generation = Generation(request.request_id, seq_id, intake, deadline)
+        choices = {index for index, _ in submission.first_tokens}
+        generation = Generation(request.request_id, seq_id, intake, deadline, choices)
         self._generations[request.request_id] = generation
         self._tools.engine.listen(seq_id, lambda event: self._on_event(generation, event))
         self._tools.tasks.spawn(self._take_in(generation), f"intake of {seq_id}")
@@ -138,14 +150,18 @@ class DecodeSession:
             case SequenceFailed():
                 generation.intake.drop()
                 self._fail(generation, event.error)
-            case PrefillProgressed():
-                pass  # told about `hold` sequences alone
+            case PrefillProgressed() | PromptScored():
+                pass  # told about sequences of the prefill role alone
 
     def _send(self, generation: Generation, event: TokensSampled) -> None:
+        if event.index not in generation.choices:
+            return  # dropped while the engine still worked on it
         if event.finish_reason is not None:
-            self._forget(generation.request_id)
+            generation.choices.discard(event.index)
+            if not generation.choices:
+                self._forget(generation.request_id)
         delta = TokenDelta(
-            generation.request_id, event.tokens, event.finish_reason, generation.next_receipt()
+            generation.request_id, event.tokens, event.finish_reason, generation.next_receipt(), event.index
         )
         write_delta(delta, self.outbox.pending().deltas.add())
 
@@ -163,6 +179,16 @@ class DecodeSession:
         generation = self._forget(request_id)
         if generation is not None:
             generation.intake.drop()
+
+    def _drop_choice(self, request_id: RequestId, index: int) -> None:
+        generation = self._generations.get(request_id)
+        if generation is None or index not in generation.choices:
+            return
+        if len(generation.choices) == 1:
+            self._drop(request_id)
+        else:
+            generation.choices.discard(index)
+            generation.intake.drop_choice(index)
 
     def _forget(self, request_id: RequestId) -> Generation | None:
         generation = self._generations.pop(request_id, None)

@@ -16,7 +16,7 @@ from decode_worker.peers import Peers
 from decode_worker.reader import TransportThread
 from decode_worker.service import DecodeService
 from decode_worker.session import DecodeSession
-from engine import Command, Event
+from engine import Command, Event, InvalidateCache
 from protocol.errors import EngineFault, SplitserveError, WorkerUnavailable
 from protocol.ids import Role
 from protocol.membership import WorkerRecord
@@ -51,7 +51,9 @@ class DecodeWorker:
         clock: Clock = time.monotonic,
     ) -> None:
         """`make_engine` builds the engine, which calls its argument with the events of every step."""
-        self._shell: WorkerShell[Command, Event] = WorkerShell(profile, Role.DECODE, make_engine, directory)
+        self._shell: WorkerShell[Command, Event] = WorkerShell(
+            profile, Role.DECODE, make_engine, directory, InvalidateCache
+        )
         self._directory = directory
         self._config = config
         self._reader = TransportThread(transport, self._shell.health)

@@ -2,10 +2,11 @@
 
 Life of one request here:
 
-    submit ──> queued ──blocks──> computing ──first token──> PrefillDone + ticket (blocks HELD)
-                  │                   │              \\──finished with it──> PrefillDone, nothing held
+    submit ──> queued ──blocks──> computing ──first tokens──> PrefillDone + ticket (blocks HELD)
+                  │                   │              \\──all finished──> PrefillDone, nothing held
                   └──── abort, deadline, session end, fault ──> dropped from the engine
 
+A request with several choices is one prefill: one sequence, one first token per choice, one ticket.
 The end of the session drops what was not handed out. A ticket that left lives on until its lease ends.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine import (
     AbortSequence,
@@ -22,14 +23,23 @@ from engine import (
     Command,
     Event,
     PrefillProgressed,
+    PromptScored,
     SequenceFailed,
     TokensSampled,
 )
 from prefill_worker.holder import Holder
 from prefill_worker.metrics import PrefillMetrics
-from protocol.codec import delta_to_wire, failure_to_wire, load_to_wire, request_from_wire, ticket_to_wire
+from protocol.codec import (
+    failure_to_wire,
+    load_to_wire,
+    request_from_wire,
+    ticket_to_wire,
+    token_to_wire,
+    write_delta,
+)
 from protocol.errors import DeadlineExceeded, InvalidRequest, SplitserveError
-from protocol.generation import GenerationRequest, Receipt, TokenDelta
+from protocol.generation import GenerationRequest, Receipt, Token, TokenDelta
+from protocol.handoff import Ticket
 from protocol.ids import BlockId, RequestId, SequenceId, TicketId
 from protocol.ports import Clock
 from protocol.wire import splitserve_pb2 as pb
@@ -47,6 +57,14 @@ class Prefill:
     allocated_s: float | None = None
     block_ids: tuple[BlockId, ...] = ()
     tokens_ready: int = 0
+    prompt_logprobs: list[Token] = field(default_factory=list)
+    firsts: list[TokensSampled] = field(default_factory=list)
+    """One per choice once the prompt is computed."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV is handed out."""
+        return len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
 
     def receipt(self, now_s: float, num_cached_tokens: int) -> Receipt:
         allocated_s = now_s if self.allocated_s is None else self.allocated_s
@@ -129,6 +147,8 @@ class PrefillSession:
             hold=True,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            index=request.index,
+            num_samples=request.n,
         )
         try:
             self._engine.post(command)
@@ -143,28 +163,39 @@ class PrefillSession:
                 prefill.tokens_ready = event.num_cached_tokens
             case PrefillProgressed():
                 prefill.tokens_ready = event.num_computed
+            case PromptScored():
+                prefill.prompt_logprobs.extend(event.tokens)
             case TokensSampled():
-                self._hand_off(prefill, event)
+                prefill.firsts.append(event)
+                if len(prefill.firsts) == prefill.request.n:
+                    self._hand_off(prefill)
             case SequenceFailed():
                 self._fail(prefill, event.error)
 
-    def _hand_off(self, prefill: Prefill, event: TokensSampled) -> None:
-        """Send the first token and, unless it was the last one, the ticket for the KV before it."""
-        request = prefill.request
-        self._forget(request.request_id)
-        receipt = prefill.receipt(self._clock(), event.num_cached_tokens)
-        first = TokenDelta(request.request_id, event.tokens, event.finish_reason, receipt)
+    def _hand_off(self, prefill: Prefill) -> None:
+        """Send the first tokens and, unless they were all last ones, the ticket for the KV before them."""
+        self._forget(prefill.request.request_id)
+        receipt = prefill.receipt(self._clock(), prefill.firsts[0].num_cached_tokens)
         self._metrics.observe_prefill(receipt)
-        done = self.outbox.pending().done.add(first=delta_to_wire(first))
-        if event.finish_reason is None:
-            ticket = self._holder.offer(
-                request.request_id,
-                prefill.seq_id,
-                prefill.block_ids,
-                num_tokens=len(request.prompt_token_ids) + len(request.output_token_ids),
-                tokens_ready=prefill.tokens_ready,
+        done = self.outbox.pending().done.add(
+            prompt_logprobs=[token_to_wire(token) for token in prefill.prompt_logprobs]
+        )
+        for event in sorted(prefill.firsts, key=lambda event: event.index):
+            delta = TokenDelta(
+                prefill.request.request_id, event.tokens, event.finish_reason, receipt, event.index
             )
-            done.ticket.CopyFrom(ticket_to_wire(ticket))
+            write_delta(delta, done.firsts.add())
+        if any(event.finish_reason is None for event in prefill.firsts):
+            done.ticket.CopyFrom(ticket_to_wire(self._offer(prefill)))
+
+    def _offer(self, prefill: Prefill) -> Ticket:
+        return self._holder.offer(
+            prefill.request.request_id,
+            prefill.seq_id,
+            prefill.block_ids,
+            num_tokens=prefill.num_tokens,
+            tokens_ready=prefill.tokens_ready,
+        )
 
     def _fail(self, prefill: Prefill, error: SplitserveError) -> None:
         self._forget(prefill.request.request_id)

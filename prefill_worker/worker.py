@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from engine import Command, Event, ReleaseSequence
+from engine import Command, Event, InvalidateCache, ReleaseSequence
 from prefill_worker.config import PrefillWorkerConfig
 from prefill_worker.holder import Holder
 from prefill_worker.metrics import PrefillMetrics
@@ -40,7 +40,7 @@ class PrefillWorker:
     ) -> None:
         """`make_engine` builds the engine, which calls its argument with the events of every step."""
         self._shell: WorkerShell[Command, Event] = WorkerShell(
-            profile, Role.PREFILL, make_engine, directory
+            profile, Role.PREFILL, make_engine, directory, InvalidateCache
         )
         self._transport = transport
         self._clock = clock

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from protocol.errors import SplitserveError
+from protocol.membership import WorkerRecord
 from router.answers import Piece, TextRequest
 from router.http import (
     LAST_EVENT,
@@ -30,13 +31,22 @@ from router.openai.chat import ChatRequest
 from router.openai.completions import CompletionRequest
 from router.openai.parameters import parse_body, validate
 from router.openai.replies import ChatReply, CompletionReply, Reply, ReplyOptions
+from router.openai.reset import ResetRequest
 from router.openai.sampling import CommonFields
 from router.router import Router
 
 __all__ = ["Router", "build_app"]
 
 _KNOWN_PATHS = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready", "/metrics"}
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/health",
+        "/ready",
+        "/metrics",
+        "/reset_prefix_cache",
+    }
 )
 
 
@@ -78,10 +88,7 @@ def _on_bug(_: Request, __: Exception) -> Response:
 
 
 def _openai_routes(router: Router) -> APIRouter:
-    def needs_key(request: Request) -> None:
-        check_api_key(request, router.settings.api_key)
-
-    routes = APIRouter(prefix="/v1", dependencies=[Depends(needs_key)])
+    routes = APIRouter(prefix="/v1", dependencies=[_needs_key(router)])
 
     @routes.post("/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -89,8 +96,7 @@ def _openai_routes(router: Router) -> APIRouter:
         text_request = await router.preparer.chat(
             fields, router.new_request_id(), timeout_of(request, router.settings.request_timeout_s)
         )
-        has_logprobs = fields.num_logprobs is not None
-        options = _reply_options(router, "chatcmpl", text_request, fields, has_logprobs)
+        options = _reply_options(router, "chatcmpl", text_request, fields, fields.num_logprobs)
         return await _respond(router, request, text_request, fields, ChatReply(options, router.tokenizer))
 
     @routes.post("/completions")
@@ -99,7 +105,7 @@ def _openai_routes(router: Router) -> APIRouter:
         text_request = await router.preparer.completion(
             fields, router.new_request_id(), timeout_of(request, router.settings.request_timeout_s)
         )
-        options = _reply_options(router, "cmpl", text_request, fields, fields.logprobs is not None)
+        options = _reply_options(router, "cmpl", text_request, fields, fields.logprobs)
         return await _respond(
             router, request, text_request, fields, CompletionReply(options, router.tokenizer)
         )
@@ -131,7 +137,37 @@ def _operator_routes(router: Router) -> APIRouter:
     async def metrics() -> Response:
         return Response(await router.metrics_page(), headers={"content-type": CONTENT_TYPE_LATEST})
 
+    @routes.post("/reset_prefix_cache", dependencies=[_needs_key(router)])
+    async def reset_prefix_cache(request: Request) -> Response:
+        body = await read_body(request, router.settings.max_body_bytes)
+        fields = validate(ResetRequest, parse_body(body) if body.strip() else {})
+        return _reset_report(await router.reset_prefix_cache(fields))
+
     return routes
+
+
+def _needs_key(router: Router) -> Any:
+    """A dependency of routes: clients must show the API key, if there is one."""
+
+    def check(request: Request) -> None:
+        check_api_key(request, router.settings.api_key)
+
+    return Depends(check)
+
+
+def _reset_report(outcome: Sequence[tuple[WorkerRecord, SplitserveError | None]]) -> Response:
+    """Who was reached; 503 unless all were, for the others may still serve what was to be forgotten."""
+    workers = [
+        {
+            "worker_id": record.identity.worker_id,
+            "role": record.role.value,
+            "error": None if error is None else error.message,
+        }
+        for record, error in outcome
+    ]
+    is_complete = all(worker["error"] is None for worker in workers)
+    body = {"status": "ok" if is_complete else "incomplete", "workers": workers}
+    return JSONResponse(body, status_code=200 if is_complete else 503)
 
 
 def _status(router: Router, obstacle: str | None) -> Response:
@@ -159,13 +195,16 @@ async def _read_json(router: Router, request: Request) -> dict[str, Any]:
 
 
 def _reply_options(
-    router: Router, prefix: str, text_request: TextRequest, fields: CommonFields, has_logprobs: bool
+    router: Router, prefix: str, text_request: TextRequest, fields: CommonFields, num_logprobs: int | None
 ) -> ReplyOptions:
     return ReplyOptions(
         reply_id=f"{prefix}-{text_request.generation.request_id}",
         created=int(router.wall_clock()),
         model=router.served_model_name,
-        has_logprobs=has_logprobs,
+        num_choices=text_request.generation.n,
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=fields.prompt_logprobs,
+        echoes=text_request.echo is not None,
         has_token_ids=bool(fields.return_token_ids),
         includes_usage=fields.includes_usage,
     )
@@ -197,15 +236,14 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     """The stream of an answer. An error ends it with an error event, and without [DONE]."""
     try:
-        if (opening := reply.opening()) is not None:
+        for opening in reply.opening():
             yield event(opening)
         piece = first
-        while True:
+        if (chunk := reply.chunk(first)) is not None:
+            yield event(chunk)
+        async for piece in pieces:
             if (chunk := reply.chunk(piece)) is not None:
                 yield event(chunk)
-            if piece.finish_reason is not None:
-                break
-            piece = await anext(pieces)
         if includes_usage:
             yield event(reply.usage_chunk(piece.usage))
         yield LAST_EVENT

@@ -37,6 +37,9 @@ class Connection(Protocol):
     async def metrics(self, timeout_s: float) -> str:
         """The worker's metrics in Prometheus' text format. Raises `SplitserveError`."""
 
+    async def invalidate_cache(self, request: pb.InvalidateCacheRequest, timeout_s: float) -> None:
+        """Return when no request that is sent from now on can hit it. Raises `SplitserveError`."""
+
     async def close(self) -> None:
         """End everything. Idempotent, bounded."""
 
@@ -117,6 +120,10 @@ class GrpcConnection:
             stub = WorkerAdminStub(self._channel)
             reply: pb.MetricsReply = await stub.Metrics(pb.MetricsRequest(), timeout=timeout_s)
         return reply.exposition
+
+    async def invalidate_cache(self, request: pb.InvalidateCacheRequest, timeout_s: float) -> None:
+        with rpc_errors(str(self._record.identity)):
+            await WorkerAdminStub(self._channel).InvalidateCache(request, timeout=timeout_s)
 
     async def close(self) -> None:
         session, self._session = self._session, None

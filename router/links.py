@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from protocol import codec
-from protocol.errors import SplitserveError, WorkerUnavailable
+from protocol.errors import EngineFault, SplitserveError, WorkerUnavailable
 from protocol.generation import GenerationRequest, Token, TokenDelta
 from protocol.handoff import Ticket
 from protocol.ids import RequestId, TicketId
@@ -39,10 +39,14 @@ class PrefillLink:
         self._waiting[request.request_id] = answer
         self._send(pb.PrefillCommand(submit=codec.request_to_wire(request)))
         try:
-            return await answer
+            done = await answer
         except asyncio.CancelledError:
             self._abandon(request.request_id, answer)
             raise
+        if (problem := _mismatch(request, done)) is not None:
+            self._release_ticket_of(done)
+            raise EngineFault(f"a prefill worker answered with {problem}")
+        return done
 
     def release(self, ticket_id: TicketId) -> None:
         if self._is_up:
@@ -52,18 +56,18 @@ class PrefillLink:
         if self._waiting.pop(request_id, None) is not None:
             if self._is_up:
                 self._send(pb.PrefillCommand(abort_request_id=request_id))
-        elif not answer.cancelled() and answer.exception() is None and (ticket := answer.result().ticket):
-            self.release(ticket.ticket_id)  # the answer and the cancellation crossed each other
+        elif not answer.cancelled() and answer.exception() is None:
+            self._release_ticket_of(answer.result())  # answer and cancellation crossed each other
+
+    def _release_ticket_of(self, done: Prefilled) -> None:
+        if done.ticket is not None:
+            self.release(done.ticket.ticket_id)
 
     def on_frame(self, frame: pb.PrefillFrame) -> Load | None:
         """Deliver a frame; returns the load it carries. Raises `ValueError` for a malformed one."""
         self._is_up = True
         for wire in frame.done:
-            first = codec.delta_from_wire(wire.first)
-            ticket = codec.ticket_from_wire(wire.ticket) if wire.HasField("ticket") else None
-            if len(first.tokens) != 1 or (ticket is None) != (first.finish_reason is not None):
-                raise ValueError("a prefill ends with one token, and either a ticket or a finish reason")
-            self._deliver(Prefilled(first, ticket))
+            self._deliver(_prefilled_from_wire(wire))
         for failure in frame.failures:
             answer = self._waiting.pop(RequestId(failure.request_id), None)
             if answer is not None and not answer.done():
@@ -71,12 +75,13 @@ class PrefillLink:
         return codec.load_from_wire(frame.load) if frame.HasField("load") else None
 
     def _deliver(self, done: Prefilled) -> None:
-        answer = self._waiting.get(done.first.request_id)
+        request_id = done.firsts[0].request_id
+        answer = self._waiting.get(request_id)
         if answer is not None and not answer.done():
-            del self._waiting[done.first.request_id]
+            del self._waiting[request_id]
             answer.set_result(done)
-        elif done.ticket is not None:
-            self.release(done.ticket.ticket_id)  # nobody waits any more
+        else:
+            self._release_ticket_of(done)  # nobody waits any more
 
     def on_broken(self, error: SplitserveError) -> None:
         """Fail all that wait. Idempotent."""
@@ -102,15 +107,27 @@ class DecodeLink:
     def is_up(self) -> bool:
         return self._is_up
 
-    def decode(self, request: GenerationRequest, ticket: Ticket, first_token: Token) -> LinkStream:
+    def decode(
+        self, request: GenerationRequest, ticket: Ticket, first_tokens: Sequence[tuple[int, Token]]
+    ) -> LinkStream:
         if not self._is_up:
             raise lost("the decode worker")
-        stream = LinkStream(lambda: self._abort(request.request_id))
-        self._streams[request.request_id] = stream
+        request_id = request.request_id
+        stream = LinkStream(
+            {index for index, _ in first_tokens},
+            abort=lambda: self._abort(request_id),
+            abort_choice=lambda index: self._send(
+                pb.DecodeCommand(abort_choice=pb.AbortChoice(request_id=request_id, index=index))
+            ),
+        )
+        self._streams[request_id] = stream
         submit = pb.DecodeSubmit(
             request=codec.request_to_wire(request),
             ticket=codec.ticket_to_wire(ticket),
-            first_token=codec.token_to_wire(first_token),
+            first_tokens=[
+                pb.FirstToken(index=index, token=codec.token_to_wire(token))
+                for index, token in first_tokens
+            ],
         )
         self._send(pb.DecodeCommand(submit=submit))
         return stream
@@ -126,10 +143,9 @@ class DecodeLink:
             stream = self._streams.get(RequestId(wire.request_id))
             if stream is None:
                 continue  # aborted here while the frame was on its way
-            delta = codec.delta_from_wire(wire)
-            stream.put(delta)
-            if delta.finish_reason is not None:
-                del self._streams[delta.request_id]
+            stream.put(codec.delta_from_wire(wire))
+            if not stream.choices:
+                del self._streams[RequestId(wire.request_id)]
         for failure in frame.failures:
             if (stream := self._streams.pop(RequestId(failure.request_id), None)) is not None:
                 stream.fail(codec.failure_from_wire(failure))
@@ -149,13 +165,22 @@ class DecodeLink:
 class LinkStream:
     """A `TokenStream` that a link fills. One consumer."""
 
-    def __init__(self, abort: Callable[[], None]) -> None:
+    def __init__(
+        self, choices: set[int], *, abort: Callable[[], None], abort_choice: Callable[[int], None]
+    ) -> None:
+        self.choices = choices
+        """Those whose end has not arrived and that were not dropped."""
         self._abort = abort
+        self._abort_choice = abort_choice
         self._deltas: deque[TokenDelta] = deque()
         self._error: SplitserveError | None = None
         self._wakeup: asyncio.Future[None] | None = None
 
     def put(self, delta: TokenDelta) -> None:
+        if delta.index not in self.choices:
+            return  # dropped here while the frame was on its way
+        if delta.finish_reason is not None:
+            self.choices.discard(delta.index)
         self._deltas.append(delta)
         self._wake()
 
@@ -175,8 +200,38 @@ class LinkStream:
             await self._wakeup
         return self._deltas.popleft()
 
+    def drop(self, index: int) -> None:
+        if index not in self.choices or self._error is not None:
+            return
+        self.choices.discard(index)
+        if self.choices:
+            self._abort_choice(index)
+        else:
+            self._abort()
+
     def close(self) -> None:
         self._abort()
+
+
+def _prefilled_from_wire(wire: pb.PrefillDone) -> Prefilled:
+    firsts = tuple(codec.delta_from_wire(first) for first in wire.firsts)
+    ticket = codec.ticket_from_wire(wire.ticket) if wire.HasField("ticket") else None
+    done = Prefilled(firsts, ticket, tuple(codec.token_from_wire(token) for token in wire.prompt_logprobs))
+    has_one_token_each = bool(firsts) and all(len(first.tokens) == 1 for first in firsts)
+    if not has_one_token_each or (ticket is None) != (not done.open_choices):
+        raise ValueError("a prefill ends with one token per choice, and a ticket for those that go on")
+    return done
+
+
+def _mismatch(request: GenerationRequest, done: Prefilled) -> str | None:
+    """What of an answer does not fit the request; None when all does."""
+    choices = [first.index for first in done.firsts]
+    if choices != list(range(request.index, request.index + request.n)):
+        return f"first tokens for choices {choices} of {request.n} from {request.index} on"
+    scored = tuple(token.token_id for token in done.prompt_logprobs)
+    if request.sampling.prompt_logprobs is not None and scored != request.prompt_token_ids[1:]:
+        return f"the log-probabilities of {len(scored)} other tokens than the prompt's"
+    return None
 
 
 def lost(what: str) -> WorkerUnavailable:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from protocol.errors import SplitserveError
-from protocol.generation import FinishReason
 from protocol.ports import Clock
+from router.answers import Piece
 
 PREFIX = "splitserve_"
 
@@ -23,9 +25,9 @@ class RouterMetrics:
         self.registry = CollectorRegistry()
         histogram, counter, gauge = self._histogram, self._counter, self._gauge
         self.ttft_s = histogram("time_to_first_token_seconds", "From arrival to the first token", _TTFT)
-        self.itl_s = histogram("inter_token_latency_seconds", "Between two tokens of a request", _PER_TOKEN)
+        self.itl_s = histogram("inter_token_latency_seconds", "Between two tokens of a choice", _PER_TOKEN)
         self.tpot_s = histogram(
-            "request_time_per_output_token_seconds", "A request's mean time per later token", _PER_TOKEN
+            "request_time_per_output_token_seconds", "A choice's mean time per later token", _PER_TOKEN
         )
         self.e2e_s = histogram("e2e_request_latency_seconds", "From arrival to the last token", _LONG)
         self.queue_s = histogram("request_queue_time_seconds", "Wait for a place in flight", _QUEUE)
@@ -33,9 +35,9 @@ class RouterMetrics:
         self.failures = counter("request_failure", "Requests that ended with an error", "error")
         self.retries = counter("request_retries", "Further legs after a failure at a worker", "error")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that ended well")
-        self.cached_tokens = counter("prompt_tokens_cached", "Those that came out of a prefix cache")
+        self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens of those that were cached")
         self.generation_tokens = counter("generation_tokens", "Tokens given to clients")
-        self.responses = counter("http_responses", "HTTP responses", "path", "status")
+        self.responses = counter("http_responses", "HTTP responses given", "path", "status")
         self.running = gauge("num_requests_in_flight", "Requests at the workers now")
         self.waiting = gauge("num_requests_queued", "Requests that wait for a place now")
         self.workers = gauge("num_usable_workers", "Workers that can take requests now", "pool")
@@ -50,6 +52,13 @@ class RouterMetrics:
         return Gauge(PREFIX + name, text, labels, registry=self.registry)
 
 
+@dataclass(slots=True)
+class _ChoiceTimes:
+    first_s: float
+    last_s: float
+    num_tokens: int = 0
+
+
 class RequestTimer:
     """Measures one request."""
 
@@ -57,36 +66,38 @@ class RequestTimer:
         self._metrics = metrics
         self._clock = clock
         self._arrived = clock()
-        self._first: float | None = None
-        self._last = self._arrived
-        self._num_tokens = 0
+        self._choices: dict[int, _ChoiceTimes] = {}
         self._has_ended = False
 
     def admitted(self) -> None:
         self._metrics.queue_s.observe(self._clock() - self._arrived)
 
-    def tokens(self, num_tokens: int) -> None:
-        """So many tokens have come now."""
+    def tokens(self, num_tokens: int, index: int = 0) -> None:
+        """So many tokens of a choice have come now."""
         if not num_tokens:
             return
         now = self._clock()
-        if self._first is None:
-            self._first = now
+        if not self._choices:
             self._metrics.ttft_s.observe(now - self._arrived)
+        choice = self._choices.get(index)
+        if choice is None:
+            choice = self._choices[index] = _ChoiceTimes(now, now)
         else:
-            self._metrics.itl_s.observe((now - self._last) / num_tokens)
-        self._last = now
-        self._num_tokens += num_tokens
+            self._metrics.itl_s.observe((now - choice.last_s) / num_tokens)
+        choice.last_s = now
+        choice.num_tokens += num_tokens
         self._metrics.generation_tokens.inc(num_tokens)
 
-    def finished(self, reason: FinishReason, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+    def finished(self, last: Piece) -> None:
+        """All choices have ended, with this piece of the one that took longest."""
         self._has_ended = True
-        self._metrics.successes.labels(reason.value).inc()
-        self._metrics.prompt_tokens.inc(num_prompt_tokens)
-        self._metrics.cached_tokens.inc(num_cached_tokens)
+        self._metrics.successes.labels(last.finish_reason or "").inc()
+        self._metrics.prompt_tokens.inc(last.usage.num_prompt_tokens)
+        self._metrics.cached_tokens.inc(last.usage.num_cached_tokens)
         self._metrics.e2e_s.observe(self._clock() - self._arrived)
-        if self._first is not None and self._num_tokens > 1:
-            self._metrics.tpot_s.observe((self._last - self._first) / (self._num_tokens - 1))
+        for choice in self._choices.values():
+            if choice.num_tokens > 1:
+                self._metrics.tpot_s.observe((choice.last_s - choice.first_s) / (choice.num_tokens - 1))
 
     def failed(self, error: SplitserveError) -> None:
         """Counts unless the request has finished: then only the client's reading of it failed."""

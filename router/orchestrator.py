@@ -1,13 +1,16 @@
 """The life of an admitted request: prefill, hand-off, decode, and what happens when a worker fails.
 
     leg -> leg -> ... -> finished
-    leg: wait until both roles can work -> P prefills -> ticket offered to D, first token to the client
+    leg: wait until both roles can work -> P prefills -> ticket offered to D, first tokens to the client
          -> D's deltas to the client
 
 A leg that fails in a retryable way is followed by another one: prompt and all tokens that the client
 has are prefilled again, and generation goes on from there. Noise is a function of (seed, position), so
 that the client gets the tokens of an undisturbed run: it sees a pause, never a repeated or a missing
 token. A ticket is never offered twice: its first reader may have used it up.
+
+All choices of a request share a leg until it fails; from then on each of those that have not ended goes
+on by itself, as the request of one choice that it always was (see `choice_seed`).
 """
 
 from __future__ import annotations
@@ -16,50 +19,21 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from protocol.errors import DeadlineExceeded, Overloaded, SplitserveError, WorkerUnavailable
 from protocol.generation import GenerationRequest, TokenDelta
-from protocol.ids import RequestId, Role, WorkerIdentity
+from protocol.ids import Role
 from protocol.ports import Clock
 from router.policy import RoutingPolicy
 from router.ports import DecodeWorker, Prefilled, PrefillWorker, TokenStream, Worker, Workers, num_usable
+from router.run import Generation, Run
 from router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 W = TypeVar("W", bound=Worker)
-
-
-@dataclass(slots=True)
-class _Run:
-    """What is known about one request across its legs."""
-
-    request: GenerationRequest
-    deadline: float
-    """By the orchestrator's clock."""
-    emitted: list[int] = field(default_factory=list)
-    """Token ids that the client has."""
-    num_failures: int = 0
-    failed: set[WorkerIdentity] = field(default_factory=set)
-    """Workers that let this request down; others are preferred."""
-    current: WorkerIdentity | None = None
-    """The worker that the running leg waits for now."""
-
-    def leg(self, now: float) -> GenerationRequest:
-        """The request as the next leg's workers get it.
-
-        Every further leg has an id of its own, so that no worker takes it for one it still knows.
-        """
-        suffix = f".{self.num_failures}" if self.num_failures else ""
-        return replace(
-            self.request,
-            request_id=RequestId(self.request.request_id + suffix),
-            output_token_ids=self.request.output_token_ids + tuple(self.emitted),
-            deadline_s=max(self.deadline - now, 0.0),
-        )
 
 
 class Orchestrator:
@@ -86,12 +60,13 @@ class Orchestrator:
         """When a decode worker last proved by a token that it took KV over; by the clock given."""
         return self._last_handoff
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
-        """The request's tokens, as they come; the last delta has a `finish_reason`.
+    def generate(self, request: GenerationRequest) -> Generation:
+        """Run a request, from the first look at its deltas on. Close what comes back in every case."""
+        choices = range(request.index, request.index + request.n)
+        run = Run(request, self._clock() + request.deadline_s, {index: [] for index in choices})
+        return Generation(run, self._counted(run))
 
-        Closing the generator aborts the request wherever it is. Raises `SplitserveError` only.
-        """
-        run = _Run(request, self._clock() + request.deadline_s)
+    async def _counted(self, run: Run) -> AsyncGenerator[TokenDelta, None]:
         self._num_running += 1
         try:
             async with aclosing(self._legs(run)) as deltas:
@@ -100,39 +75,80 @@ class Orchestrator:
         finally:
             self._num_running -= 1
 
-    async def _legs(self, run: _Run) -> AsyncGenerator[TokenDelta, None]:
-        while True:
-            await self._until_usable(Role.DECODE, run)  # no prefill whose KV nobody could take over
-            await self._until_usable(Role.PREFILL, run)
+    async def _legs(self, run: Run) -> AsyncGenerator[TokenDelta, None]:
+        """Until all choices have ended."""
+        while run.emitted:
+            is_parted = run.has_emitted and run.request.n > 1
+            if not is_parted:
+                await self._until_usable(Role.DECODE, run)  # no prefill whose KV nobody could take over
+                await self._until_usable(Role.PREFILL, run)
             try:
-                async with aclosing(self._leg(run)) as deltas:
+                async with aclosing(self._apart(run) if is_parted else self._leg(run)) as deltas:
                     async for delta in deltas:
-                        run.emitted.extend(token.token_id for token in delta.tokens)
-                        yield delta
+                        if delta.index in run.emitted:
+                            run.note(delta)
+                            yield delta
             except SplitserveError as error:
+                if not run.emitted:
+                    return  # nobody waits for more
+                if is_parted:
+                    raise
                 await self._prepare_retry(run, error)
-            else:
-                return
+            finally:
+                run.abort_choice = None
 
-    async def _leg(self, run: _Run) -> AsyncGenerator[TokenDelta, None]:
+    async def _leg(self, run: Run) -> AsyncGenerator[TokenDelta, None]:
         leg = run.leg(self._clock())
         owner, done = await self._prefill(leg, run)
+        if leg.sampling.prompt_logprobs is not None:
+            run.prompt_logprobs = done.prompt_logprobs
         if done.ticket is None:
-            yield done.first
+            for first in done.firsts:
+                yield first
             return
         with self._handed_off(owner, leg, done, run) as stream:
-            yield done.first
+            run.abort_choice = stream.drop if stream else None
+            for first in done.firsts:
+                yield first
             if stream is None:
                 raise WorkerUnavailable("no decode worker is left to take the request over")
-            finished = False
-            while not finished:
+            while run.emitted:
                 delta = await self._within_deadline(run, stream.next())
                 if delta.tokens:
                     self._last_handoff = self._clock()
-                finished = delta.finish_reason is not None
                 yield delta
 
-    async def _prefill(self, leg: GenerationRequest, run: _Run) -> tuple[PrefillWorker, Prefilled]:
+    async def _apart(self, run: Run) -> AsyncGenerator[TokenDelta, None]:
+        """The choices that have not ended, each on legs of its own; the first failure is that of all."""
+        arrivals: asyncio.Queue[tuple[int, TokenDelta | Exception]] = asyncio.Queue()
+        tasks = {
+            index: asyncio.create_task(self._forward(run.alone(index), arrivals), name=f"choice {index}")
+            for index in run.emitted
+        }
+        run.abort_choice = lambda index: _cancel(tasks[index])
+        try:
+            while run.emitted:
+                index, arrival = await arrivals.get()
+                if not isinstance(arrival, Exception):
+                    yield arrival
+                elif index in run.emitted:
+                    raise arrival
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    async def _forward(self, run: Run, arrivals: asyncio.Queue[tuple[int, TokenDelta | Exception]]) -> None:
+        """Put a single choice's deltas, or what ended it, into `arrivals`."""
+        index = run.request.index
+        try:
+            async with aclosing(self._legs(run)) as deltas:
+                async for delta in deltas:
+                    arrivals.put_nowait((index, delta))
+        except Exception as error:  # raised by the one who waits for the arrivals
+            arrivals.put_nowait((index, error))
+
+    async def _prefill(self, leg: GenerationRequest, run: Run) -> tuple[PrefillWorker, Prefilled]:
         owner = self._choose(Role.PREFILL, self._workers.prefill_workers(), run)
         run.current = owner.identity
         with _assigned(owner, leg):
@@ -140,7 +156,7 @@ class Orchestrator:
 
     @contextmanager
     def _handed_off(
-        self, owner: PrefillWorker, leg: GenerationRequest, done: Prefilled, run: _Run
+        self, owner: PrefillWorker, leg: GenerationRequest, done: Prefilled, run: Run
     ) -> Iterator[TokenStream | None]:
         """The leg's stream at a decode worker, or None when there is no such worker at this moment.
 
@@ -155,7 +171,7 @@ class Orchestrator:
                 yield None
                 return
             with _assigned(reader, leg):
-                stream = reader.client.decode(leg, done.ticket, done.first.tokens[0])
+                stream = reader.client.decode(leg, done.ticket, done.open_choices)
                 try:
                     yield stream
                 finally:
@@ -168,23 +184,23 @@ class Orchestrator:
                 owner.client.release(done.ticket.ticket_id)
             raise
 
-    def _choose_reader(self, owner: PrefillWorker, run: _Run) -> DecodeWorker | None:
+    def _choose_reader(self, owner: PrefillWorker, run: Run) -> DecodeWorker | None:
         """A decode worker, of the owner's own kind if there is one: versions mix in a rolling update."""
         workers = self._workers.decode_workers()
         same = [w for w in workers if not w.fingerprint.differences(owner.fingerprint)]
         return self._choose(Role.DECODE, same or workers, run) if workers else None
 
-    def _choose(self, role: Role, workers: Sequence[W], run: _Run) -> W:
+    def _choose(self, role: Role, workers: Sequence[W], run: Run) -> W:
         fresh = [worker for worker in workers if worker.identity not in run.failed]
         return self._policy.choose(role, fresh or workers)
 
-    async def _prepare_retry(self, run: _Run, error: SplitserveError) -> None:
+    async def _prepare_retry(self, run: Run, error: SplitserveError) -> None:
         """Return when the request may have another leg; else raise `error`."""
         if not error.retryable or run.num_failures >= self._settings.num_retries:
             raise error
         if run.current is not None:
             run.failed.add(run.current)
-        if isinstance(error, Overloaded) and not run.emitted and not self._has_alternative(run):
+        if isinstance(error, Overloaded) and not run.has_emitted and not self._has_alternative(run):
             raise error
         pause_s = max(self._settings.retry_backoff_s * 2**run.num_failures, error.retry_after_s or 0.0)
         if self._clock() + pause_s >= run.deadline:
@@ -194,13 +210,13 @@ class Orchestrator:
         logger.warning(
             "request %s goes on elsewhere after %d tokens: %s at %s",
             run.request.request_id,
-            len(run.emitted),
+            sum(map(len, run.emitted.values())),
             type(error).__name__,
             run.current,
         )
         await asyncio.sleep(pause_s)
 
-    def _has_alternative(self, run: _Run) -> bool:
+    def _has_alternative(self, run: Run) -> bool:
         """Whether the role of the worker that failed last has one that did not fail this request."""
         for workers in _both(self._workers):
             identities = {worker.identity for worker in workers}
@@ -208,7 +224,7 @@ class Orchestrator:
                 return bool(identities - run.failed)
         return True  # it is gone: whoever comes next is another one
 
-    async def _until_usable(self, role: Role, run: _Run) -> None:
+    async def _until_usable(self, role: Role, run: Run) -> None:
         """Return when a worker of `role` can take requests.
 
         Raises `WorkerUnavailable` when none appears in time, and `DeadlineExceeded`.
@@ -226,7 +242,7 @@ class Orchestrator:
                     retry_after_s=self._settings.retry_after_s,
                 ) from error
 
-    async def _within_deadline(self, run: _Run, work: Awaitable[T]) -> T:
+    async def _within_deadline(self, run: Run, work: Awaitable[T]) -> T:
         try:
             async with asyncio.timeout(max(run.deadline - self._clock(), 0.0)):
                 return await work
@@ -243,6 +259,10 @@ class Orchestrator:
 
 def _both(workers: Workers) -> tuple[Sequence[Worker], Sequence[Worker]]:
     return workers.prefill_workers(), workers.decode_workers()
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
 
 
 def _deadline_exceeded() -> DeadlineExceeded:

@@ -20,17 +20,24 @@ from protocol.membership import Load
 class Prefilled:
     """What a prefill came to."""
 
-    first: TokenDelta
-    """Exactly one token."""
+    firsts: tuple[TokenDelta, ...]
+    """Exactly one token for every choice, in their order."""
     ticket: Ticket | None
-    """For the prompt's KV; None when the first token ended the request."""
+    """For the prompt's KV; None when the first tokens ended all choices."""
+    prompt_logprobs: tuple[Token, ...] = ()
+    """The prompt's tokens but the first, where the request asks for their log-probabilities."""
+
+    @property
+    def open_choices(self) -> list[tuple[int, Token]]:
+        """Those that go on, with their first tokens."""
+        return [(first.index, first.tokens[0]) for first in self.firsts if first.finish_reason is None]
 
 
 class PrefillClient(Protocol):
     """One prefill worker."""
 
     async def prefill(self, request: GenerationRequest) -> Prefilled:
-        """Compute the prompt and sample one token. Cancelling aborts it there, ticket included.
+        """Compute the prompt and sample a token per choice. Cancelling aborts it there, ticket included.
 
         Raises what the worker raised, or `WorkerUnavailable` when the worker is lost.
         """
@@ -43,11 +50,14 @@ class TokenStream(Protocol):
     """The deltas of one request at one decode worker, in order."""
 
     async def next(self) -> TokenDelta:
-        """The next delta; nothing may be asked for after one with a `finish_reason`.
+        """The next delta; nothing may be asked for once all choices have ended.
 
         Raises what the worker raised, or `WorkerUnavailable` when the worker is lost; deltas that
         had arrived before are given first.
         """
+
+    def drop(self, index: int) -> None:
+        """Abort one choice unless it has ended; the others go on. Idempotent; never blocks or raises."""
 
     def close(self) -> None:
         """Abort the request unless it has ended. Idempotent; never blocks or raises."""
@@ -56,8 +66,13 @@ class TokenStream(Protocol):
 class DecodeClient(Protocol):
     """One decode worker."""
 
-    def decode(self, request: GenerationRequest, ticket: Ticket, first_token: Token) -> TokenStream:
-        """Submit at once; the worker owns the ticket from here. Raises `WorkerUnavailable`."""
+    def decode(
+        self, request: GenerationRequest, ticket: Ticket, first_tokens: Sequence[tuple[int, Token]]
+    ) -> TokenStream:
+        """Submit the choices that go on, with their first tokens; the worker owns the ticket from here.
+
+        Raises `WorkerUnavailable`.
+        """
 
 
 class Candidate(Protocol):

@@ -10,13 +10,16 @@ from functools import partial
 
 from protocol.errors import EngineFault, SplitserveError
 from protocol.ids import RequestId, Role
+from protocol.membership import WorkerRecord
 from protocol.ports import Clock, Directory
+from protocol.wire import splitserve_pb2 as pb
 from router.admission import Admission
 from router.canary import Canary
 from router.connection import Connect, grpc_connect
 from router.exposition import merge
 from router.metrics import RouterMetrics
 from router.openai.prepare import Preparer
+from router.openai.reset import ResetRequest
 from router.orchestrator import Orchestrator
 from router.policy import LeastOutstandingWork, RoutingPolicy
 from router.ports import num_usable
@@ -62,7 +65,7 @@ class Router:
         )
         self.admission = Admission(settings.max_in_flight, settings.max_queued, settings.retry_after_s)
         self.service = Service(self.orchestrator, self.admission, tokenizer, self.metrics, clock)
-        self.preparer = Preparer(tokenizer, served_model_name, max_model_len)
+        self.preparer = Preparer(tokenizer, served_model_name, max_model_len, settings.max_num_choices)
         self.canary = Canary(self.orchestrator, self.workers, settings, clock)
         self._singing: asyncio.Task[None] | None = None
         self._expose_gauges()
@@ -107,6 +110,20 @@ class Router:
     def not_ready_because(self) -> str | None:
         """Why the service has not proved lately that it works, or None."""
         return self.unhealthy_because() or self.canary.obstacle()
+
+    async def reset_prefix_cache(
+        self, fields: ResetRequest
+    ) -> list[tuple[WorkerRecord, SplitserveError | None]]:
+        """Let all workers forget cached KV; who was reached, and why the others were not.
+
+        Raises `InvalidRequest`.
+        """
+        if fields.prompt is None:
+            return await self.workers.invalidate_cache(pb.InvalidateCacheRequest(everything=True))
+        prompt = await self.preparer.prompt(fields.prompt, fields.add_special_tokens is not False)
+        return await self.workers.invalidate_cache(
+            pb.InvalidateCacheRequest(token_ids=prompt, cache_salt=fields.cache_salt or "")
+        )
 
     async def metrics_page(self) -> bytes:
         """The router's and every answering worker's metrics in Prometheus' text format."""

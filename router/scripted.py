@@ -7,18 +7,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from protocol import codec
 from protocol.errors import SplitserveError, WorkerUnavailable
-from protocol.generation import FinishReason, GenerationRequest, Receipt, Token, TokenDelta
+from protocol.generation import (
+    FinishReason,
+    GenerationRequest,
+    Receipt,
+    Token,
+    TokenDelta,
+    choice_seed,
+)
 from protocol.handoff import Fingerprint, Ticket
 from protocol.ids import BlockId, RequestId, Role, TicketId, WorkerId, WorkerIdentity
 from protocol.membership import Load, WorkerRecord
 from protocol.wire import splitserve_pb2 as pb
 
 Script = Callable[[GenerationRequest], Sequence[int]]
-"""The whole output of a request as token ids, whatever part of it is there already."""
+"""The whole output of a request of one choice as token ids, whatever part of it is there already.
+
+Choice i of a request of several is asked for as the request of one choice that it is: with its own seed.
+"""
 
 EOS = -1
 """In a script: the sequence ends here with `stop`; the worker's `eos_id` is the token."""
@@ -37,15 +48,24 @@ class ScriptedWorker:
         self.failures: list[SplitserveError] = []
         """The next submits fail with these."""
         self.receipt = Receipt()
+        self.answers_with: Callable[[GenerationRequest], GenerationRequest] = lambda request: request
+        """What a prefill takes the request for: a broken worker answers another one."""
+        self.num_first_tokens: list[int] = []
+        """Choices that each submit to a decode worker took over."""
         self.exposition = ""
         self.is_alive = True
+        self.is_deaf = False
+        """Takes too long to carry an operator's command out."""
         self.requests: list[GenerationRequest] = []
         self.aborted: list[RequestId] = []
+        self.aborted_choices: list[tuple[RequestId, int]] = []
+        self.invalidated: list[pb.InvalidateCacheRequest] = []
         self.released: list[TicketId] = []
         self.tickets: list[TicketId] = []
         """Tickets given out, or taken over."""
         self._connections: list[ScriptedConnection] = []
         self._running: dict[RequestId, asyncio.Task[None]] = {}
+        self._dropped: set[tuple[RequestId, int]] = set()
 
     @property
     def identity(self) -> WorkerIdentity:
@@ -96,6 +116,10 @@ class ScriptedWorker:
             self.aborted.append(request_id)
             if (task := self._running.pop(request_id, None)) is not None:
                 task.cancel()
+        elif kind == "abort_choice":
+            choice = (RequestId(command.abort_choice.request_id), command.abort_choice.index)
+            self.aborted_choices.append(choice)
+            self._dropped.add(choice)
         else:
             self.released.append(TicketId(command.release_ticket_id))
 
@@ -110,13 +134,22 @@ class ScriptedWorker:
             return
         if not is_prefill:
             self.tickets.append(TicketId(submit.ticket.ticket_id))
-        work = self._prefill(request) if is_prefill else self._decode(request, submit.first_token.token_id)
+            self.num_first_tokens.append(len(submit.first_tokens))
+        firsts = {} if is_prefill else {first.index: first.token.token_id for first in submit.first_tokens}
+        work = self._prefill(request) if is_prefill else self._decode(request, firsts)
         self._running[request.request_id] = asyncio.create_task(work)
 
     async def _prefill(self, request: GenerationRequest) -> None:
-        first = await self._next(request, len(request.output_token_ids))
-        done = pb.PrefillDone(first=codec.delta_to_wire(first))
-        if first.finish_reason is None:
+        at, answered = len(request.output_token_ids), self.answers_with(request)
+        await self._turn()
+        firsts = [self._delta(choice, at) for choice in _choices(answered)]
+        done = pb.PrefillDone(firsts=map(codec.delta_to_wire, firsts))
+        if (number := request.sampling.prompt_logprobs) is not None:
+            done.prompt_logprobs.extend(
+                codec.token_to_wire(Token(token_id, -0.25, ((token_id, -0.25), (0, -2.0))[:number]))
+                for token_id in answered.prompt_token_ids[1:]
+            )
+        if any(first.finish_reason is None for first in firsts):
             ticket_id = TicketId(f"ticket-{request.request_id}-{self.identity}")
             self.tickets.append(ticket_id)
             done.ticket.CopyFrom(codec.ticket_to_wire(self._ticket(ticket_id, request)))
@@ -135,38 +168,46 @@ class ScriptedWorker:
             lease_s=10.0,
         )
 
-    async def _decode(self, request: GenerationRequest, first_token: int) -> None:
+    async def _decode(self, request: GenerationRequest, firsts: dict[int, int]) -> None:
         at = len(request.output_token_ids)
-        expected = self._token(request, at)
-        assert first_token == expected, f"token {at} is {first_token}, not {expected}"  # noqa: S101
-        finished = False
-        while not finished:
+        open_choices = [choice for choice in _choices(request) if choice.index in firsts]
+        for choice in open_choices:
+            given, expected = firsts[choice.index], self._token(choice, at)
+            assert given == expected, f"token {at} is {given}, not {expected}"  # noqa: S101
+        while open_choices:
             at += 1
-            delta = await self._next(request, at)
-            finished = delta.finish_reason is not None
-            if finished:
+            await self._turn()
+            wanted = [c for c in open_choices if (request.request_id, c.index) not in self._dropped]
+            deltas = [self._delta(choice, at) for choice in wanted]
+            ended = {delta.index for delta in deltas if delta.finish_reason is not None}
+            open_choices = [choice for choice in wanted if choice.index not in ended]
+            if not open_choices:
                 self._running.pop(request.request_id, None)
-            self._reply(pb.DecodeFrame(deltas=[codec.delta_to_wire(delta)]))
+            self._reply(pb.DecodeFrame(deltas=map(codec.delta_to_wire, deltas)))
 
-    async def _next(self, request: GenerationRequest, at: int) -> TokenDelta:
-        """Output token number `at`, in the next turn of the loop; never when the worker is paused."""
+    async def _turn(self) -> None:
+        """Return in the next turn of the loop; never when the worker is paused."""
         await asyncio.sleep(0)
         if self.num_until_pause is not None:
             if self.num_until_pause == 0:
                 await self._resumed.wait()
             else:
                 self.num_until_pause -= 1
-        token_id = self._token(request, at)
+
+    def _delta(self, choice: GenerationRequest, at: int) -> TokenDelta:
+        """Output token number `at` of a choice."""
+        token_id = self._token(choice, at)
         logprob: float | None = None
         best: tuple[tuple[int, float], ...] = ()
-        if request.sampling.logprobs is not None:
-            logprob, best = -0.5, ((token_id, -0.5),) * min(request.sampling.logprobs, 1)
+        if choice.sampling.logprobs is not None:
+            logprob, best = -0.5, ((token_id, -0.5),) * min(choice.sampling.logprobs, 1)
         reason = None
-        if self.script(request)[at] == EOS:
+        if self.script(choice)[at] == EOS:
             reason = FinishReason.STOP
-        elif at + 1 >= request.sampling.max_tokens:
+        elif at + 1 >= choice.sampling.max_tokens:
             reason = FinishReason.LENGTH
-        return TokenDelta(request.request_id, (Token(token_id, logprob, best),), reason, self.receipt)
+        token = Token(token_id, logprob, best)
+        return TokenDelta(choice.request_id, (token,), reason, self.receipt, choice.index)
 
     def _token(self, request: GenerationRequest, at: int) -> int:
         token_id = self.script(request)[at]
@@ -210,6 +251,13 @@ class ScriptedConnection:
         if not self._worker.exposition:
             await asyncio.sleep(2 * timeout_s)
         return self._worker.exposition
+
+    async def invalidate_cache(self, request: pb.InvalidateCacheRequest, timeout_s: float) -> None:
+        if not self._worker.is_alive:
+            raise WorkerUnavailable(f"{self._worker.identity} does not answer")
+        if self._worker.is_deaf:
+            await asyncio.sleep(2 * timeout_s)
+        self._worker.invalidated.append(request)
 
     async def close(self) -> None:
         self.is_closed = True
@@ -274,6 +322,17 @@ class ScriptedCluster:
             if worker.record.role is Role.PREFILL:
                 leaked = set(worker.tickets) - taken - set(worker.released)
                 assert not leaked, f"{worker.identity} still holds {leaked}"  # noqa: S101
+
+
+def _choices(request: GenerationRequest) -> list[GenerationRequest]:
+    """Each choice as the request of one choice that it is."""
+    if request.n == 1:
+        return [request]
+    seed = request.sampling.seed
+    return [
+        replace(request, n=1, index=i, sampling=replace(request.sampling, seed=choice_seed(seed, i)))
+        for i in range(request.n)
+    ]
 
 
 _FINGERPRINT = Fingerprint("scripted", "r1", "float32", "float32", 1, 1, 8, 16)

@@ -1,4 +1,4 @@
-"""One user request from admission to the last piece of its answer."""
+"""One user request from admission to the last piece of its answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 from protocol.errors import RequestCancelled, SplitserveError
 from protocol.ports import Clock
 from router.admission import Admission
-from router.answers import AnswerWriter, Piece, TextRequest
+from router.answers import Answers, Piece, TextRequest
 from router.metrics import RequestTimer, RouterMetrics
 from router.orchestrator import Orchestrator
 from router.tokenizer import Tokenizer
@@ -36,7 +36,8 @@ class Service:
         self._clock = clock
 
     async def answer(self, request: TextRequest) -> AsyncGenerator[Piece, None]:
-        """The answer piece by piece; the last one has a finish reason.
+        """The answer piece by piece, those of several choices mixed; the last one of each has a finish
+        reason.
 
         Closing the generator aborts the request everywhere. Raises `SplitserveError` only.
         """
@@ -58,18 +59,21 @@ class Service:
         async with self._admission.place(generation.priority, generation.deadline_s):
             timer.admitted()
             remaining_s = max(deadline - self._clock(), 0.0)
-            writer = AnswerWriter(request, self._tokenizer)
+            answers = Answers(request, self._tokenizer)
             deltas = self._orchestrator.generate(replace(generation, deadline_s=remaining_s))
             async with aclosing(deltas):
                 async for delta in deltas:
-                    piece = writer.push(delta)
-                    timer.tokens(len(piece.tokens))
+                    if (prompt := answers.prompt(delta.index, deltas.prompt_logprobs)) is not None:
+                        yield prompt
+                    piece = answers.push(delta)
+                    timer.tokens(len(piece.tokens), piece.index)
                     if piece.finish_reason is not None:
-                        await deltas.aclose()  # a stop string ended it: abort before a slow client reads on
-                        usage = piece.usage
-                        timer.finished(
-                            piece.finish_reason, usage.num_prompt_tokens, usage.num_cached_tokens
-                        )
+                        deltas.drop(
+                            piece.index
+                        )  # a stop string ended it: abort before a slow client reads on
+                    if answers.is_complete:
+                        await deltas.aclose()
+                        timer.finished(piece)
                         break
                     yield piece
         yield piece

@@ -25,6 +25,8 @@ class RouterSettings:
     """Further legs that a request may get after its first one failed in a retryable way."""
     retry_backoff_s: float = 0.05
     """Pause before the first retry; doubled for each further one."""
+    max_num_choices: int = 16
+    """The largest `n` that a request may ask for."""
     max_body_bytes: int = 4 * 1024 * 1024
     api_key: str | None = field(default=None, repr=False)
     """Clients of /v1 must send it as a bearer token; None lets everybody in."""
@@ -41,11 +43,14 @@ class RouterSettings:
     canary_timeout_s: float = 5.0
     metrics_timeout_s: float = 1.0
     """A worker that does not tell its metrics within this time is left out."""
+    admin_timeout_s: float = 5.0
+    """How long a worker may take to carry an operator's command out."""
     stop_timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
         positive = (
             "max_in_flight",
+            "max_num_choices",
             "request_timeout_s",
             "worker_wait_s",
             "max_body_bytes",
@@ -55,6 +60,7 @@ class RouterSettings:
             "canary_interval_s",
             "canary_timeout_s",
             "metrics_timeout_s",
+            "admin_timeout_s",
             "stop_timeout_s",
         )
         for name in positive:

@@ -44,6 +44,15 @@ class Tokenizer:
         """Token ids of `text`. May take long for a long text, and lets other threads run meanwhile."""
         return tuple(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def encode_bad_word(self, word: str) -> list[tuple[int, ...]]:
+        """The token sequences that spell a word: at the beginning of a text, and after a space.
+
+        Both are banned wherever they differ; vLLM bans the second one only when it is as long as the first.
+        """
+        word = word.lstrip()
+        spelled = (self.encode(word, False), self.encode(" " + word, False))
+        return list(dict.fromkeys(ids for ids in spelled if ids))
+
     def encode_chat(
         self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
     ) -> tuple[int, ...]:

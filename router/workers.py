@@ -18,6 +18,7 @@ from protocol.handoff import Fingerprint
 from protocol.ids import Role, WorkerIdentity
 from protocol.membership import Load, WorkerRecord
 from protocol.ports import Clock, Directory
+from protocol.wire import splitserve_pb2 as pb
 from router.connection import Connect, Connection
 from router.links import DecodeLink, PrefillLink, lost
 from router.settings import RouterSettings
@@ -234,6 +235,34 @@ class WorkerSet:
             logger.info("%s does not tell its metrics: %s", member.identity, error)
             return None
         return member.record, exposition
+
+    async def invalidate_cache(
+        self, request: pb.InvalidateCacheRequest
+    ) -> list[tuple[WorkerRecord, SplitserveError | None]]:
+        """Every known worker, with the reason when it was not reached.
+
+        Prefill workers come first: a ticket that is offered afterwards holds nothing stale, and so cannot
+        bring it to a decode worker that has forgotten it.
+        """
+        reached: list[tuple[WorkerRecord, SplitserveError | None]] = []
+        for role in (Role.PREFILL, Role.DECODE):
+            members = [member for member in self._members.values() if member.record.role is role]
+            errors = await asyncio.gather(*(self._invalidate(member, request) for member in members))
+            reached += [(member.record, error) for member, error in zip(members, errors, strict=True)]
+        return reached
+
+    async def _invalidate(
+        self, member: AnyMember, request: pb.InvalidateCacheRequest
+    ) -> SplitserveError | None:
+        timeout_s = self._settings.admin_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await member.connection.invalidate_cache(request, timeout_s)
+        except SplitserveError as error:
+            return error
+        except TimeoutError:
+            return WorkerUnavailable(f"{member.identity} did not answer within {timeout_s:g} s")
+        return None
 
     def assert_idle(self) -> None:
         """No request waits for any worker."""

@@ -1,4 +1,4 @@
-"""What does a worker tell about itself? Its record, and its metrics in Prometheus' text format."""
+"""What does a worker tell about itself, and what do operators tell it?"""
 
 from __future__ import annotations
 
@@ -9,17 +9,29 @@ import grpc
 from prometheus_client import CollectorRegistry, generate_latest
 
 from protocol.codec import record_to_wire
+from protocol.errors import SplitserveError
 from protocol.membership import WorkerRecord
 from protocol.wire import splitserve_pb2 as pb
 from protocol.wire.splitserve_pb2_grpc import WorkerAdminServicer
+from rpc.failures import abort
+
+InvalidateCacheCall = Callable[[tuple[int, ...] | None, str | None], None]
+"""(token ids of the prefix or None for everything, cache salt): no later request hits it. Raises the
+fault of an engine that does not listen any more."""
 
 
 class AdminService(WorkerAdminServicer):
     """The `WorkerAdmin` service of either role."""
 
-    def __init__(self, record: Callable[[], WorkerRecord], registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        record: Callable[[], WorkerRecord],
+        registry: CollectorRegistry,
+        invalidate_cache: InvalidateCacheCall,
+    ) -> None:
         self._record = record
         self._registry = registry
+        self._invalidate_cache = invalidate_cache
 
     async def Describe(
         self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -29,4 +41,18 @@ class AdminService(WorkerAdminServicer):
     async def Metrics(
         self, request: pb.MetricsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.MetricsReply:
+        """In Prometheus' text format."""
         return pb.MetricsReply(exposition=generate_latest(self._registry).decode())
+
+    async def InvalidateCache(
+        self, request: pb.InvalidateCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.InvalidateCacheReply:
+        """The engine takes commands in order: whoever submits after the reply hits nothing stale."""
+        try:
+            if request.everything:
+                self._invalidate_cache(None, None)
+            else:
+                self._invalidate_cache(tuple(request.token_ids), request.cache_salt)
+        except SplitserveError as error:
+            await abort(context, error)
+        return pb.InvalidateCacheReply()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from protocol.errors import EngineFault, SplitserveError
+from protocol.histogram import StepsSnapshot
 from protocol.ids import SequenceId
 from protocol.membership import Load
 from rpc.health import Health
@@ -44,7 +45,15 @@ class EngineStats(Protocol):
     @property
     def blocks_free(self) -> int: ...
     @property
-    def num_preemptions(self) -> int: ...
+    def num_swapped(self) -> int: ...
+    @property
+    def num_preemptions_recompute(self) -> int: ...
+    @property
+    def num_preemptions_swap(self) -> int: ...
+    @property
+    def swapped_in_blocks(self) -> int: ...
+    @property
+    def swapped_out_blocks(self) -> int: ...
     @property
     def prefix_queries_tokens(self) -> int: ...
     @property
@@ -52,7 +61,15 @@ class EngineStats(Protocol):
     @property
     def prompt_tokens_computed(self) -> int: ...
     @property
+    def prompt_tokens_cached(self) -> int: ...
+    @property
+    def prompt_tokens_transferred(self) -> int: ...
+    @property
     def generated_tokens(self) -> int: ...
+    @property
+    def steps(self) -> StepsSnapshot:
+        """All steps so far, so that nobody has to look at every one of them."""
+
     @property
     def load(self) -> Load:
         """The same in the cluster's words."""

@@ -60,7 +60,9 @@ class WorkerShell(Generic[CommandT, EventT]):
         role: Role,
         make_engine: Callable[[Callable[[Sequence[EventT]], None]], Engine[CommandT]],
         directory: Directory,
+        invalidation: Callable[[tuple[int, ...] | None, str | None], CommandT],
     ) -> None:
+        """`invalidation` makes the engine's command to forget a cached prefix, or everything."""
         self.profile = profile
         self.health = Health()
         self.tasks = TaskSet(self.health)
@@ -69,6 +71,7 @@ class WorkerShell(Generic[CommandT, EventT]):
         self.registry.register(EngineCollector(lambda: self.engine.stats, self.record))
         self.is_draining = False
         self._role = role
+        self._invalidation = invalidation
         self._announcer = Announcer(directory, self.record)
         self._address = ""
         self._server: RunningServer | None = None
@@ -100,7 +103,8 @@ class WorkerShell(Generic[CommandT, EventT]):
             raise StartupError(f"to listen on {host!r}, say which host name others reach this worker by")
         self.engine.start()
         try:
-            admin = partial(add_WorkerAdminServicer_to_server, AdminService(self.record, self.registry))
+            service = AdminService(self.record, self.registry, self._invalidate_cache)
+            admin = partial(add_WorkerAdminServicer_to_server, service)
             token = self.profile.cluster_token
             self._server = await start_server([*registrars, admin], host, port, token)
         except BaseException:
@@ -134,6 +138,10 @@ class WorkerShell(Generic[CommandT, EventT]):
         if self.is_draining:
             return WorkerUnavailable(f"{self.profile.identity.worker_id} is shutting down")
         return None
+
+    def _invalidate_cache(self, token_ids: tuple[int, ...] | None, cache_salt: str | None) -> None:
+        self.check_health()  # a broken engine would not hear it
+        self.engine.post(self._invalidation(token_ids, cache_salt))
 
     def check_health(self) -> None:
         """Raise `EngineFault` when the engine or another part is broken for good."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from protocol.errors import InvalidRequest
 from router.openai.sampling import MAX_LOGPROBS, CommonFields
 
 DEFAULT_MAX_TOKENS = 16
@@ -15,8 +16,11 @@ class CompletionRequest(CommonFields):
     """A text completion request. The prompt is text or token ids; a list with one prompt is possible."""
 
     prompt: Any
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """0 is possible with `echo`: the prompt is scored and nothing is generated."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    """The answer begins with the prompt, its log-probabilities included."""
     add_special_tokens: bool | None = None
     """As in vLLM: false encodes the text without the tokenizer's own special tokens (BOS)."""
 
@@ -34,3 +38,21 @@ class CompletionRequest(CommonFields):
         if not value:
             raise ValueError("must not be empty")
         return tuple(value)
+
+    @model_validator(mode="after")
+    def _check_max_tokens(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest(
+                "max_tokens must be at least 1 without echo: true", param="max_tokens", code="invalid_value"
+            )
+        return self
+
+    @property
+    def is_scoring(self) -> bool:
+        return self.max_tokens == 0
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """For how many best tokens of each prompt position the workers are asked; None: not at all."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((number for number in asked if number is not None), default=None)

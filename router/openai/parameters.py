@@ -41,7 +41,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
     "modalities": (["text"],),
-    "n": (1,),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),

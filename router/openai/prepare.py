@@ -18,6 +18,9 @@ from router.tokenizer import Tokenizer
 LONG_TEXT_CHARACTERS = 8192
 """Longer texts are tokenised in a thread, so that nobody's stream waits for that."""
 
+MAX_PROMPT_SCORES = 200_000
+"""They cross the wire in one message, whose reading holds everybody else up for a fraction of a second."""
+
 
 @dataclass(frozen=True, slots=True)
 class Preparer:
@@ -26,6 +29,7 @@ class Preparer:
     tokenizer: Tokenizer
     served_model_name: str
     max_model_len: int
+    max_num_choices: int
 
     async def chat(self, fields: ChatRequest, request_id: RequestId, timeout_s: float) -> TextRequest:
         """Raises `InvalidRequest` or `NotFound`."""
@@ -37,35 +41,51 @@ class Preparer:
             sum(len(message["content"]) for message in messages),
         )
         max_tokens = bound_output(fields.asked_tokens, None, len(prompt), self.max_model_len)
-        return self._request(
+        generation = self._generation(
             fields,
             request_id,
             prompt,
             max_tokens=max_tokens,
             logprobs=fields.num_logprobs,
+            prompt_logprobs=fields.prompt_logprobs,
             timeout_s=timeout_s,
         )
+        return TextRequest(generation, fields.stop_strings)
 
     async def completion(
         self, fields: CompletionRequest, request_id: RequestId, timeout_s: float
     ) -> TextRequest:
         """Raises `InvalidRequest` or `NotFound`."""
         self.check_model(fields.model)
-        text = fields.prompt
-        if isinstance(text, str):
-            adds_special = fields.add_special_tokens is not False
+        prompt = await self.prompt(fields.prompt, fields.add_special_tokens is not False)
+        asked = 1 if fields.is_scoring else fields.max_tokens
+        generation = self._generation(
+            fields,
+            request_id,
+            prompt,
+            max_tokens=bound_output(asked, DEFAULT_MAX_TOKENS, len(prompt), self.max_model_len),
+            logprobs=fields.logprobs,
+            prompt_logprobs=fields.num_prompt_logprobs,
+            timeout_s=timeout_s,
+        )
+        echo = self._text_of(fields.prompt) if fields.echo else None
+        return TextRequest(generation, fields.stop_strings, echo, fields.is_scoring)
+
+    async def prompt(self, prompt: str | tuple[int, ...], adds_special: bool) -> tuple[int, ...]:
+        """The token ids of a prompt, at least one. Raises `InvalidRequest`."""
+        if isinstance(prompt, str):
+            text = prompt
             prompt = await _encoded(lambda: self.tokenizer.encode(text, adds_special), len(text))
         else:
-            prompt = text
             check_token_ids(prompt, self.tokenizer.vocab_size, "prompt")
         if not prompt:
             raise InvalidRequest(
                 "prompt: must have at least one token", param="prompt", code="invalid_value"
             )
-        max_tokens = bound_output(fields.max_tokens, DEFAULT_MAX_TOKENS, len(prompt), self.max_model_len)
-        return self._request(
-            fields, request_id, prompt, max_tokens=max_tokens, logprobs=fields.logprobs, timeout_s=timeout_s
-        )
+        return prompt
+
+    def _text_of(self, prompt: str | tuple[int, ...]) -> str:
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
     def check_model(self, model: str) -> None:
         """Raise `NotFound` unless `model` is the one that is served."""
@@ -76,7 +96,7 @@ class Preparer:
                 code="model_not_found",
             )
 
-    def _request(
+    def _generation(
         self,
         fields: CommonFields,
         request_id: RequestId,
@@ -84,17 +104,44 @@ class Preparer:
         *,
         max_tokens: int,
         logprobs: int | None,
+        prompt_logprobs: int | None,
         timeout_s: float,
-    ) -> TextRequest:
-        generation = GenerationRequest(
+    ) -> GenerationRequest:
+        num_choices = 1 if fields.n is None else fields.n
+        if num_choices > self.max_num_choices:
+            raise InvalidRequest(
+                f"n: at most {self.max_num_choices} choices are possible", param="n", code="invalid_value"
+            )
+        _check_scores(len(prompt), prompt_logprobs)
+        words = [ids for word in fields.bad_words or () for ids in self.tokenizer.encode_bad_word(word)]
+        sampling = sampling_params(
+            fields,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            bad_words=tuple(dict.fromkeys(words)),
+            vocab_size=self.tokenizer.vocab_size,
+        )
+        return GenerationRequest(
             request_id=request_id,
             prompt_token_ids=prompt,
-            sampling=sampling_params(fields, max_tokens, logprobs, self.tokenizer.vocab_size),
+            sampling=sampling,
             deadline_s=timeout_s,
             priority=fields.priority or 0,
             cache_salt=fields.cache_salt or "",
+            n=num_choices,
         )
-        return TextRequest(generation, fields.stop_strings)
+
+
+def _check_scores(num_prompt_tokens: int, prompt_logprobs: int | None) -> None:
+    num_scores = 0 if prompt_logprobs is None else num_prompt_tokens * (1 + prompt_logprobs)
+    if num_scores > MAX_PROMPT_SCORES:
+        raise InvalidRequest(
+            f"{num_scores} log-probabilities of the prompt are more than the {MAX_PROMPT_SCORES} that are"
+            " possible: ask for fewer best tokens, or score a shorter prompt",
+            param="prompt_logprobs",
+            code="invalid_value",
+        )
 
 
 async def _encoded(encode: Callable[[], tuple[int, ...]], num_characters: int) -> tuple[int, ...]:

@@ -16,6 +16,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1000
 MAX_LOGPROBS = 20
 MAX_TOKEN_LIST = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARACTERS = 256
 
 T = TypeVar("T")
 
@@ -53,6 +55,17 @@ class CommonFields(Fields):
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_TOKEN_LIST)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    """Choices; the server bounds them."""
+    bad_words: (
+        Annotated[
+            list[Annotated[str, Field(max_length=MAX_BAD_WORD_CHARACTERS)]], Field(max_length=MAX_BAD_WORDS)
+        ]
+        | None
+    ) = None
+    """As in vLLM: texts that the output may not contain."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """As in vLLM: the answer carries the log-probabilities of the prompt's tokens."""
     return_token_ids: bool | None = None
     """As in vLLM: choices carry the ids of their tokens."""
 
@@ -70,8 +83,21 @@ class CommonFields(Fields):
             raise ValueError(f"a stop string has 1 to {MAX_STOP_CHARACTERS} characters")
         return value
 
+    @field_validator("bad_words")
+    @classmethod
+    def _check_bad_words(cls, value: list[str] | None) -> list[str] | None:
+        if value is not None and not all(word.strip() for word in value):
+            raise ValueError("a bad word needs a character that is no space")
+        return value
+
     @model_validator(mode="after")
-    def _check_stream_options(self) -> CommonFields:
+    def _check_stream(self) -> CommonFields:
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "prompt_logprobs is not possible with stream: true",
+                param="prompt_logprobs",
+                code="invalid_value",
+            )
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest(
                 "stream_options is possible only with stream: true",
@@ -94,7 +120,13 @@ class CommonFields(Fields):
 
 
 def sampling_params(
-    fields: CommonFields, max_tokens: int, logprobs: int | None, vocab_size: int
+    fields: CommonFields,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    bad_words: tuple[tuple[int, ...], ...],
+    vocab_size: int,
 ) -> SamplingParams:
     """The engine's view of the fields; a seed is drawn when the client gave none.
 
@@ -124,6 +156,8 @@ def sampling_params(
         frequency_penalty=_or(fields.frequency_penalty, 0.0),
         repetition_penalty=_or(fields.repetition_penalty, 1.0),
         logit_bias=_logit_bias(fields.logit_bias or {}, vocab_size),
+        prompt_logprobs=prompt_logprobs,
+        bad_words=bad_words,
     )
 
 

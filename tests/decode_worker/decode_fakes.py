@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from worker_fakes import BLOCK_SIZE, FINGERPRINT, P0, ScriptedEngine, make_request
@@ -154,17 +154,30 @@ class DecodeBench:
         self.engine = ScriptedEngine(on_events)  # type: ignore[arg-type]
         return self.engine
 
-    def submit(self, request: GenerationRequest | None = None, ticket: Ticket | None = None) -> None:
+    def submit(
+        self,
+        request: GenerationRequest | None = None,
+        ticket: Ticket | None = None,
+        first_tokens: Mapping[int, int] | None = None,
+    ) -> None:
+        """`first_tokens`: token id by choice."""
         request = request or make_request()
         submit = pb.DecodeSubmit(
             request=request_to_wire(request),
             ticket=ticket_to_wire(ticket or make_ticket(request)),
-            first_token=token_to_wire(Token(77)),
+            first_tokens=[
+                pb.FirstToken(index=index, token=token_to_wire(Token(token_id)))
+                for index, token_id in ({0: 77} if first_tokens is None else first_tokens).items()
+            ],
         )
         self.session.on_command(pb.DecodeCommand(submit=submit))
 
     def abort(self, name: str = "r") -> None:
         self.session.on_command(pb.DecodeCommand(abort_request_id=name))
+
+    def abort_choice(self, index: int) -> None:
+        abort = pb.AbortChoice(request_id="r", index=index)
+        self.session.on_command(pb.DecodeCommand(abort_choice=abort))
 
     def reserved(self) -> SequenceId:
         """The id of the sequence that was reserved with the only command so far."""
@@ -177,8 +190,10 @@ class DecodeBench:
     ) -> None:
         self.engine.emit(BlocksAllocated(seq_id, tuple(map(BlockId, blocks)), num_cached))
 
-    def sample(self, seq_id: SequenceId, token_id: int, reason: FinishReason | None = None) -> None:
-        self.engine.emit(TokensSampled(seq_id, (Token(token_id),), reason, 0))
+    def sample(
+        self, seq_id: SequenceId, token_id: int, reason: FinishReason | None = None, index: int = 0
+    ) -> None:
+        self.engine.emit(TokensSampled(seq_id, (Token(token_id),), reason, 0, index))
 
     def frame(self) -> pb.DecodeFrame:
         """What waits to be sent since the last call."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from engine import (
     RecomputeSequence,
     ReserveSequence,
     SequenceFailed,
+    Sibling,
 )
 from protocol.codec import failure_from_wire
 from protocol.errors import (
@@ -32,7 +34,7 @@ from protocol.errors import (
     TransferTimeout,
     WorkerUnavailable,
 )
-from protocol.generation import FinishReason
+from protocol.generation import FinishReason, choice_seed
 from protocol.handoff import Verdict
 from protocol.ids import SequenceId
 from protocol.ports import FetchStatus
@@ -576,3 +578,143 @@ async def test_one_step_of_many_requests_makes_one_frame() -> None:
     assert [d.request_id for d in bench.frame().deltas] == names
     bench.session.end()
     bench.assert_idle()
+
+
+async def bench_of_choices(*first_tokens: int) -> tuple[DecodeBench, SequenceId]:
+    """A session whose only request has choices 1, 2, ... of 5, not allocated yet."""
+    bench = DecodeBench()
+    first = dict(enumerate(first_tokens, start=1))
+    bench.submit(replace(make_request(), n=5), first_tokens=first)
+    await settle()
+    return bench, bench.reserved()
+
+
+def told(bench: DecodeBench) -> list[tuple[int, int, str]]:
+    return [(d.index, d.tokens[0].token_id, d.finish_reason) for d in bench.frame().deltas]
+
+
+@virtual_time
+async def test_choices_share_one_reservation_with_seeds_of_their_own() -> None:
+    bench = DecodeBench()
+    request = make_request(outputs=(5,))
+    sampling = replace(request.sampling, seed=9, prompt_logprobs=2)
+    bench.submit(replace(request, n=5, sampling=sampling), first_tokens={1: 71, 3: 73})
+    await settle()
+    (reserve,) = bench.engine.take()
+    assert isinstance(reserve, ReserveSequence)
+    assert (reserve.index, reserve.output_token_ids) == (1, (5, 71))
+    assert reserve.sampling == replace(sampling, seed=choice_seed(9, 1), prompt_logprobs=None)
+    assert reserve.siblings == (Sibling(3, (5, 73), choice_seed(9, 3)),)
+    bench.abort()
+    await settle()
+    bench.assert_idle()
+
+
+@virtual_time
+async def test_choice_that_goes_on_by_itself_keeps_its_number_and_seed() -> None:
+    bench = DecodeBench()
+    request = make_request(outputs=(5,))
+    sampling = replace(request.sampling, seed=9)
+    bench.submit(replace(request, index=3, sampling=sampling), first_tokens={3: 73})
+    await settle()
+    (reserve,) = bench.engine.take()
+    assert isinstance(reserve, ReserveSequence)
+    assert (reserve.index, reserve.sampling.seed, reserve.siblings) == (3, 9, ())
+    bench.abort()
+    await settle()
+    bench.assert_idle()
+
+
+@virtual_time
+async def test_each_choice_ends_by_itself_and_the_last_one_ends_the_request() -> None:
+    bench, seq_id = await bench_of_choices(71, 72)
+    bench.allocate(seq_id)
+    await settle()
+    bench.reader.end()
+    await settle()
+    assert bench.engine.take() == [AdmitSequence(seq_id)]
+    bench.sample(seq_id, 100, index=1)
+    bench.sample(seq_id, 200, FinishReason.STOP, index=2)
+    await settle()
+    frame = bench.frame()
+    assert [(d.index, d.finish_reason) for d in frame.deltas] == [(1, ""), (2, "stop")]
+    assert [d.HasField("receipt") for d in frame.deltas] == [True, False]
+    assert len(bench.session) == 1
+    bench.sample(seq_id, 101, FinishReason.LENGTH, index=1)
+    await settle()
+    assert told(bench) == [(1, 101, "length")]
+    assert bench.engine.take() == []
+    bench.assert_idle()
+
+
+@virtual_time
+async def test_dropped_choice_is_silent_and_the_others_go_on() -> None:
+    bench, seq_id = await bench_of_choices(71, 72, 73)
+    bench.allocate(seq_id)
+    await settle()
+    bench.reader.end()
+    await settle()
+    bench.engine.take()
+    bench.abort_choice(2)
+    bench.abort_choice(2)
+    bench.abort_choice(9)
+    assert bench.engine.take() == [AbortSequence(seq_id, 2)]
+    for index in (1, 2, 3):
+        bench.sample(seq_id, 100 + index, index=index)
+    await settle()
+    assert told(bench) == [(1, 101, ""), (3, 103, "")]
+    bench.abort_choice(1)
+    bench.abort_choice(3)
+    assert bench.engine.take() == [AbortSequence(seq_id, 1), AbortSequence(seq_id)]
+    bench.assert_idle()
+
+
+@pytest.mark.parametrize("is_void", [False, True])
+def test_choice_that_is_dropped_during_the_intake_leaves_when_its_blocks_are_whole(is_void: bool) -> None:
+    """Until then the blocks belong to the read, and the engine may not touch the sequence."""
+
+    @virtual_time
+    async def run() -> None:
+        bench, seq_id = await bench_of_choices(71, 72)
+        bench.allocate(seq_id)
+        await settle()
+        bench.abort_choice(1)
+        await settle()
+        assert bench.engine.take() == []
+        bench.reader.end(FetchStatus.FAILED if is_void else FetchStatus.DONE)
+        await settle()
+        command = RecomputeSequence(seq_id) if is_void else AdmitSequence(seq_id)
+        assert bench.engine.take() == [command, AbortSequence(seq_id, 1)]
+        bench.sample(seq_id, 102, FinishReason.STOP, index=2)
+        await settle()
+        assert told(bench) == [(2, 102, "stop")]
+        bench.assert_idle()
+
+    run()
+
+
+@virtual_time
+async def test_last_choice_dropped_during_the_intake_ends_it() -> None:
+    bench, seq_id = await bench_of_choices(71, 72)
+    bench.abort_choice(1)
+    bench.abort_choice(2)
+    await settle()
+    assert bench.engine.take() == [AbortSequence(seq_id)]
+    assert bench.owner.calls == ["release"]
+    bench.assert_idle()
+
+
+@pytest.mark.parametrize("first_tokens", [{}, {5: 70}, {2: 72, 1: 71}, {0: 70, 7: 77}])
+def test_first_tokens_that_do_not_fit_the_request_are_refused(first_tokens: dict[int, int]) -> None:
+    @virtual_time
+    async def run() -> None:
+        bench = DecodeBench()
+        bench.submit(replace(make_request(), n=5), first_tokens=first_tokens)
+        await settle()
+        error = failure(bench)
+        assert isinstance(error, InvalidRequest)
+        assert "first tokens" in error.message
+        assert bench.owner.calls == ["release"]
+        bench.assert_idle()
+
+    run()

@@ -21,14 +21,13 @@ from worker_fakes import (
     FINGERPRINT,
     P0,
     MemoryDirectory,
-    PoolKv,
     make_request,
 )
+from worker_stations import Station, profile
 
 from decode_worker import DecodeWorker, DecodeWorkerConfig, OnKvFailure
-from engine import EngineCore, EngineThread, SchedulerConfig
 from engine.fake_executor import FakeExecutor
-from kv_transfer import FaultKind, LoopbackNetwork, LoopbackTransport, agent_name
+from kv_transfer import FaultKind, LoopbackNetwork
 from prefill_worker import PrefillWorker, PrefillWorkerConfig
 from protocol.codec import failure_from_wire, request_to_wire, ticket_from_wire, token_from_wire
 from protocol.errors import (
@@ -42,41 +41,13 @@ from protocol.errors import (
     Unauthorized,
     WorkerUnavailable,
 )
-from protocol.generation import GenerationRequest
+from protocol.generation import GenerationRequest, choice_seed
 from protocol.handoff import Fingerprint, Ticket
-from protocol.ids import WorkerIdentity
 from protocol.wire import splitserve_pb2 as pb
 from protocol.wire.splitserve_pb2_grpc import DecodeWorkerStub, PrefillWorkerStub, WorkerAdminStub
-from rpc import WorkerProfile, WorkerSession, open_channel
+from rpc import WorkerSession, open_channel, rpc_errors
 
-NUM_BLOCKS = 64
 LIMIT_S = 20.0
-
-
-class Station:
-    """What a worker is built from: a core, its memory and its transport."""
-
-    def __init__(self, identity: WorkerIdentity, network: LoopbackNetwork) -> None:
-        kv, memory = PoolKv.allocate(NUM_BLOCKS)
-        self.executor = FakeExecutor(BLOCK_SIZE, kv=kv)
-        self.gate_s = 0.0
-        config = SchedulerConfig(num_blocks=NUM_BLOCKS, max_model_len=200, block_size=BLOCK_SIZE)
-        self.core = EngineCore(config, self, frozenset(), time.monotonic)
-        self.transport = LoopbackTransport(memory, agent_name(identity, 0), network)
-        self.breaks = False
-
-    def execute(self, plan: Any) -> Any:
-        if self.breaks:
-            raise ZeroDivisionError("the device is gone")
-        time.sleep(self.gate_s)
-        return self.executor.execute(plan)
-
-    def engine(self, on_events: Any) -> EngineThread:
-        return EngineThread(self.core, on_events, "engine", idle_wait_s=0.05)
-
-
-def profile(identity: WorkerIdentity, fingerprint: Fingerprint) -> WorkerProfile:
-    return WorkerProfile(identity, fingerprint, max_model_len=200, cluster_token=CLUSTER_TOKEN)
 
 
 class Pair:
@@ -147,7 +118,7 @@ class Line:
 
     def _on_frame(self, frame: Any) -> None:
         for done in getattr(frame, "done", ()):
-            self._of(done.first.request_id).put_nowait(done)
+            self._of(done.firsts[0].request_id).put_nowait(done)
         for delta in getattr(frame, "deltas", ()):
             self._of(delta.request_id).put_nowait(delta)
         for failure in frame.failures:
@@ -177,7 +148,13 @@ class Router:
 
     async def hand_over(self, request: GenerationRequest, done: Any) -> None:
         submit = pb.DecodeSubmit(
-            request=request_to_wire(request), ticket=done.ticket, first_token=done.first.tokens[0]
+            request=request_to_wire(request),
+            ticket=done.ticket,
+            first_tokens=[
+                pb.FirstToken(index=first.index, token=first.tokens[0])
+                for first in done.firsts
+                if not first.finish_reason
+            ],
         )
         await self.d.session.send(pb.DecodeCommand(submit=submit))
 
@@ -192,11 +169,24 @@ class Router:
             if delta.finish_reason:
                 return tokens, receipt
 
+    async def generate_choices(self, request: GenerationRequest) -> dict[int, list[int]]:
+        """All tokens of every choice."""
+        done = await self.prefill(request)
+        tokens = {first.index: [first.tokens[0].token_id] for first in done.firsts}
+        num_open = sum(not first.finish_reason for first in done.firsts)
+        if num_open:
+            await self.hand_over(request, done)
+        while num_open:
+            delta = await self.d.answer(request.request_id)
+            tokens[delta.index] += [token.token_id for token in delta.tokens]
+            num_open -= bool(delta.finish_reason)
+        return tokens
+
     async def generate(self, request: GenerationRequest) -> tuple[list[int], Any]:
         done = await self.prefill(request)
-        first = [t.token_id for t in done.first.tokens]
-        if done.first.finish_reason:
-            return first, done.first.receipt
+        first = [t.token_id for t in done.firsts[0].tokens]
+        if done.firsts[0].finish_reason:
+            return first, done.firsts[0].receipt
         await self.hand_over(request, done)
         tokens, receipt = await self.rest(request.request_id)
         return first + tokens, receipt
@@ -206,8 +196,14 @@ def oracle(request: GenerationRequest) -> list[int]:
     executor = FakeExecutor(BLOCK_SIZE)
     tokens = [*request.prompt_token_ids, *request.output_token_ids]
     while len(tokens) < len(request.prompt_token_ids) + request.sampling.max_tokens:
-        tokens.append(executor.next_token(tokens))
+        tokens.append(executor.next_token(tokens, request.sampling.seed))
     return tokens[len(request.prompt_token_ids) + len(request.output_token_ids) :]
+
+
+def choice_of(request: GenerationRequest, index: int) -> GenerationRequest:
+    """One choice as the request of one choice that it is."""
+    sampling = replace(request.sampling, seed=choice_seed(request.sampling.seed, index))
+    return replace(request, n=1, index=index, sampling=sampling)
 
 
 @asynccontextmanager
@@ -245,7 +241,7 @@ async def test_first_token_is_never_sent_twice_and_the_receipt_tells_the_fetch()
     async with running(pair) as router:
         request = make_request(num_prompt=10)
         done = await router.prefill(request)
-        assert len(done.first.tokens) == 1
+        assert len(done.firsts[0].tokens) == 1
         await router.hand_over(request, done)
         tokens, receipt = await router.rest("r")
         assert len(tokens) == request.sampling.max_tokens - 1
@@ -258,7 +254,7 @@ async def test_request_of_one_token_never_leaves_the_prefill_worker() -> None:
         request = make_request()
         request = replace(request, sampling=replace(request.sampling, max_tokens=1))
         done = await router.prefill(request)
-        assert done.first.finish_reason == "length"
+        assert done.firsts[0].finish_reason == "length"
         assert not done.HasField("ticket")
 
 
@@ -271,6 +267,104 @@ async def test_second_run_of_a_prompt_fetches_only_what_is_not_cached() -> None:
         again, receipt = await router.generate(second)
         assert again == tokens
         assert receipt.fetched_bytes < 3 * BLOCK_SIZE * 8
+
+
+@pytest.mark.parametrize("num_prompt", [5, 8, 11, 30])
+async def test_choices_give_the_tokens_of_requests_of_one_choice(num_prompt: int) -> None:
+    pair = Pair()
+    async with running(pair) as router:
+        requests = [replace(make_request(f"r{i}", num_prompt), n=4) for i in range(3)]
+        results = await asyncio.gather(*map(router.generate_choices, requests))
+        for request, tokens in zip(requests, results, strict=True):
+            assert tokens == {index: oracle(choice_of(request, index)) for index in range(4)}
+
+
+async def test_choices_are_fetched_once_for_all() -> None:
+    pair = Pair()
+    async with running(pair) as router:
+        request = replace(make_request(num_prompt=10), n=3)
+        await router.hand_over(request, await router.prefill(request))
+        delta = await router.d.answer("r")
+        assert delta.receipt.fetched_bytes == 3 * BLOCK_SIZE * 8
+
+
+async def test_failed_read_is_made_up_for_in_every_choice() -> None:
+    pair = Pair()
+    pair.network.faults.script(FaultKind.FAIL, 20)
+    async with running(pair) as router:
+        request = replace(make_request(num_prompt=30), n=3)
+        tokens = await router.generate_choices(request)
+        assert tokens == {index: oracle(choice_of(request, index)) for index in range(3)}
+
+
+async def test_one_choice_is_aborted_and_the_others_end_as_ever() -> None:
+    pair = Pair()
+    pair.d.gate_s = 0.01
+    async with running(pair) as router:
+        request = replace(make_request(), n=3)
+        await router.hand_over(request, await router.prefill(request))
+        abort = pb.AbortChoice(request_id="r", index=1)
+        await router.d.session.send(pb.DecodeCommand(abort_choice=abort))
+        ended: set[int] = set()
+        while len(ended) < 2:
+            delta = await router.d.answer("r")
+            if delta.finish_reason:
+                ended.add(delta.index)
+        assert ended == {0, 2}
+
+
+async def test_resumed_choice_continues_where_it_ended() -> None:
+    pair = Pair()
+    async with running(pair) as router:
+        choice = choice_of(replace(make_request(), n=4), 3)
+        whole = oracle(choice)
+        done = await router.prefill(replace(choice, output_token_ids=tuple(whole[:3])))
+        assert [(first.index, first.tokens[0].token_id) for first in done.firsts] == [(3, whole[3])]
+        await router.hand_over(replace(choice, output_token_ids=tuple(whole[:3])), done)
+        assert (await router.rest("r"))[0] == whole[4:]
+
+
+async def test_prompt_is_scored_whole_though_it_is_cached_and_computed_in_chunks() -> None:
+    pair = Pair()
+    async with running(pair) as router:
+        await router.generate(make_request("first", 40))
+        request = make_request(num_prompt=40)
+        scored = replace(request, sampling=replace(request.sampling, prompt_logprobs=1))
+        done = await router.prefill(scored)
+        tokens = [token_from_wire(token) for token in done.prompt_logprobs]
+        assert [token.token_id for token in tokens] == list(request.prompt_token_ids[1:])
+        scores = FakeExecutor(BLOCK_SIZE).prompt_scores(request.prompt_token_ids)
+        assert [token.logprob for token in tokens] == scores
+        await router.hand_over(scored, done)
+        assert (await router.rest("r"))[0] == oracle(request)[1:]
+
+
+@pytest.mark.parametrize("everything", [True, False])
+async def test_invalidated_prompt_is_computed_and_fetched_again(everything: bool) -> None:
+    pair = Pair()
+    async with running(pair) as router:
+        request = make_request("before", 12)
+        tokens, _ = await router.generate(request)
+        command = pb.InvalidateCacheRequest(everything=everything)
+        if not everything:
+            command.token_ids.extend(request.prompt_token_ids[:BLOCK_SIZE])
+        for channel in (router.p.channel, router.d.channel):
+            await WorkerAdminStub(channel).InvalidateCache(command, timeout=5)
+        again, receipt = await router.generate(make_request("after", 12))
+        assert again == tokens
+        assert receipt.fetched_bytes == 3 * BLOCK_SIZE * 8
+
+
+async def test_broken_engine_refuses_to_invalidate() -> None:
+    pair = Pair()
+    async with running(pair, leaks_expected=True) as router:
+        pair.p.breaks = True
+        with pytest.raises(EngineFault):
+            await router.prefill(make_request())
+        with pytest.raises(EngineFault, match="broke"), rpc_errors("p0"):
+            await WorkerAdminStub(router.p.channel).InvalidateCache(
+                pb.InvalidateCacheRequest(everything=True), timeout=5
+            )
 
 
 async def test_resumed_run_continues_where_the_first_ended() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -17,6 +18,7 @@ from engine import (
     Command,
     Event,
     PrefillProgressed,
+    PromptScored,
     ReleaseSequence,
     SequenceFailed,
     TokensSampled,
@@ -24,7 +26,7 @@ from engine import (
 from prefill_worker.holder import Holder
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.session import PrefillSession
-from protocol.codec import failure_from_wire, request_to_wire, ticket_from_wire
+from protocol.codec import failure_from_wire, request_to_wire, ticket_from_wire, token_from_wire
 from protocol.errors import (
     DeadlineExceeded,
     EngineFault,
@@ -135,10 +137,10 @@ async def test_first_token_leaves_with_the_ticket_and_the_reader_frees_the_block
     )
     await settle()
     (done,) = bench.frame().done
-    assert done.first.tokens[0].token_id == 77
-    assert done.first.receipt.prefill_queue_s == pytest.approx(0.5)
-    assert done.first.receipt.prefill_s == pytest.approx(0.25)
-    assert done.first.receipt.num_cached_tokens == 4
+    assert done.firsts[0].tokens[0].token_id == 77
+    assert done.firsts[0].receipt.prefill_queue_s == pytest.approx(0.5)
+    assert done.firsts[0].receipt.prefill_s == pytest.approx(0.25)
+    assert done.firsts[0].receipt.num_cached_tokens == 4
     ticket = ticket_from_wire(done.ticket)
     assert (ticket.block_ids, ticket.num_tokens, ticket.tokens_ready) == ((7, 8, 9), 10, 10)
     assert (ticket.owner, ticket.owner_address, ticket.lease_s) == (P0, "10.0.0.1:5", LEASE_S)
@@ -158,7 +160,7 @@ def test_request_that_ends_with_its_first_token_holds_nothing(reason: FinishReas
         bench.submit()
         await bench.compute(bench.added(), reason)
         (done,) = bench.frame().done
-        assert done.first.finish_reason == reason.value
+        assert done.firsts[0].finish_reason == reason.value
         assert not done.HasField("ticket")
         assert bench.engine.take() == []
         bench.assert_idle()
@@ -346,4 +348,91 @@ async def test_fault_fails_all_requests() -> None:
     bench.engine.fault = EngineFault("broken")
     bench.link.check()
     assert isinstance(failure(bench), EngineFault)
+    bench.assert_idle()
+
+
+def sampled(seq_id: SequenceId, index: int, reason: FinishReason | None = None) -> TokensSampled:
+    return TokensSampled(seq_id, (Token(70 + index),), reason, 4, index)
+
+
+@virtual_time
+async def test_choices_share_one_sequence_and_one_ticket() -> None:
+    bench = PrefillBench()
+    bench.submit(replace(make_request(), n=3))
+    (add,) = bench.engine.take()
+    assert isinstance(add, AddSequence)
+    assert (add.num_samples, add.index) == (3, 0)
+    bench.engine.emit(BlocksAllocated(add.seq_id, tuple(map(BlockId, (7, 8, 9))), 4))
+    bench.engine.emit(PrefillProgressed(add.seq_id, 10), sampled(add.seq_id, 0))
+    await settle()
+    assert not bench.frame().done  # the first tokens leave together
+    bench.engine.emit(sampled(add.seq_id, 2), sampled(add.seq_id, 1, FinishReason.STOP))
+    await settle()
+    (done,) = bench.frame().done
+    assert [(f.index, f.tokens[0].token_id, f.finish_reason) for f in done.firsts] == [
+        (0, 70, ""),
+        (1, 71, "stop"),
+        (2, 72, ""),
+    ]
+    ticket = ticket_from_wire(done.ticket)
+    assert bench.holder.release(OWNER, ticket.ticket_id) is Verdict.VALID
+    assert bench.engine.take() == [ReleaseSequence(add.seq_id)]
+    bench.assert_idle()
+
+
+@virtual_time
+async def test_choices_that_all_end_with_their_first_tokens_hold_nothing() -> None:
+    bench = PrefillBench()
+    bench.submit(replace(make_request(), n=2))
+    seq_id = bench.added()
+    bench.engine.emit(*(sampled(seq_id, index, FinishReason.LENGTH) for index in range(2)))
+    await settle()
+    (done,) = bench.frame().done
+    assert len(done.firsts) == 2
+    assert not done.HasField("ticket")
+    bench.assert_idle()
+
+
+@virtual_time
+async def test_choice_that_goes_on_by_itself_keeps_its_number() -> None:
+    bench = PrefillBench()
+    bench.submit(replace(make_request(outputs=(5,)), index=3))
+    (add,) = bench.engine.take()
+    assert isinstance(add, AddSequence)
+    assert (add.num_samples, add.index) == (1, 3)
+    bench.engine.emit(sampled(add.seq_id, 3, FinishReason.STOP))
+    await settle()
+    assert bench.frame().done[0].firsts[0].index == 3
+    bench.assert_idle()
+
+
+@virtual_time
+async def test_abort_between_first_tokens_drops_the_whole_request() -> None:
+    bench = PrefillBench()
+    bench.submit(replace(make_request(), n=2))
+    seq_id = bench.added()
+    bench.engine.emit(sampled(seq_id, 0))
+    await settle()
+    bench.abort()
+    assert bench.engine.take() == [AbortSequence(seq_id)]
+    bench.engine.emit(sampled(seq_id, 1))
+    await settle()
+    assert not bench.frame().done
+    bench.assert_idle()
+
+
+@virtual_time
+async def test_prompt_scores_ship_with_the_first_token() -> None:
+    bench = PrefillBench()
+    bench.submit()
+    seq_id = bench.added()
+    for part in ((Token(2, -0.5), Token(3, -1.5, ((9, -0.1),))), (Token(4, -2.5),)):
+        bench.engine.emit(PromptScored(seq_id, part))
+    await bench.compute(seq_id, FinishReason.STOP)
+    (done,) = bench.frame().done
+    assert [token_from_wire(token) for token in done.prompt_logprobs] == [
+        Token(2, -0.5),
+        Token(3, -1.5, ((9, -0.1),)),
+        Token(4, -2.5),
+    ]
     bench.assert_idle()

@@ -34,6 +34,8 @@ samplings = st.builds(
     frequency_penalty=real,
     repetition_penalty=real,
     logit_bias=st.dictionaries(u32, real).map(lambda d: tuple(sorted(d.items()))),
+    prompt_logprobs=st.none() | u32,
+    bad_words=st.lists(st.lists(u32).map(tuple)).map(tuple),
 )
 requests = st.builds(
     GenerationRequest,
@@ -44,11 +46,13 @@ requests = st.builds(
     deadline_s=real,
     priority=st.integers(-(2**31), 2**31 - 1),
     cache_salt=text,
+    n=st.integers(1, 2**32 - 1),
+    index=u32,
 )
 tokens = st.builds(Token, u32, st.none() | real, st.lists(st.tuples(u32, real)).map(tuple))
 receipts = st.builds(Receipt, real, real, real, real, st.integers(0, 2**64 - 1), u32)
 deltas = st.builds(
-    TokenDelta, text, st.lists(tokens).map(tuple), st.none() | st.sampled_from(FinishReason), receipts
+    TokenDelta, text, st.lists(tokens).map(tuple), st.none() | st.sampled_from(FinishReason), receipts, u32
 )
 fingerprints = st.builds(Fingerprint, text, text, text, text, u32, u32, u32, u32)
 tickets = st.builds(Ticket, text, identities, text, st.lists(u32.map(BlockId)).map(tuple), u32, u32, real)

@@ -128,20 +128,33 @@ class Bench:
         )
 
 
-def script_of(tokenizer: Tokenizer, text: str) -> Callable[[GenerationRequest], Sequence[int]]:
-    """Answers every request with `text`; the canary's, which may not end, with the same again and again."""
-    ids = list(tokenizer.encode(text, add_special_tokens=False))
-    return lambda request: ids * 50 if request.sampling.ignore_eos else [*ids, EOS]
+def script_of(
+    tokenizer: Tokenizer, texts: Callable[[GenerationRequest], str]
+) -> Callable[[GenerationRequest], Sequence[int]]:
+    """Answers every request with its text; the canary's, which may not end, with that again and again."""
+
+    def script(request: GenerationRequest) -> Sequence[int]:
+        ids = list(tokenizer.encode(texts(request), add_special_tokens=False))
+        return ids * 50 if request.sampling.ignore_eos else [*ids, EOS]
+
+    return script
 
 
 @asynccontextmanager
 async def bench(
-    text: str = "hello world", num_prefill: int = 1, num_decode: int = 1, **changes: object
+    text: str = "hello world",
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    texts: Callable[[GenerationRequest], str] | None = None,
+    **changes: object,
 ) -> AsyncIterator[Bench]:
-    """A running router; at the end nothing may be left anywhere. `changes` are settings."""
+    """A running router; at the end nothing may be left anywhere. `changes` are settings.
+
+    `texts`: the answer to each request of one choice, where it is not always `text`.
+    """
     tokenizer = byte_level_tokenizer()
     eos_id = tokenizer.backend.token_to_id("<|eos|>") or 0
-    cluster = ScriptedCluster(script_of(tokenizer, text), eos_id)
+    cluster = ScriptedCluster(script_of(tokenizer, texts or (lambda request: text)), eos_id)
     for role, num_workers in ((Role.PREFILL, num_prefill), (Role.DECODE, num_decode)):
         for _ in range(num_workers):
             cluster.add_worker(role)
@@ -163,6 +176,7 @@ async def bench(
         for worker in cluster.workers_by_identity.values():
             worker.requests.clear()  # the canary's
             worker.tickets.clear()
+            worker.num_first_tokens.clear()
         yield running
         router.assert_idle()
         cluster.assert_idle()

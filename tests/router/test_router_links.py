@@ -26,7 +26,7 @@ def first(finish_reason: FinishReason | None = None, num_tokens: int = 1) -> Any
 
 
 def done() -> pb.PrefillFrame:
-    return pb.PrefillFrame(done=[pb.PrefillDone(first=first(), ticket=codec.ticket_to_wire(TICKET))])
+    return pb.PrefillFrame(done=[pb.PrefillDone(firsts=[first()], ticket=codec.ticket_to_wire(TICKET))])
 
 
 def prefill_link() -> tuple[PrefillLink, list[str]]:
@@ -44,7 +44,7 @@ async def test_prefill_gets_its_answer() -> None:
     link.on_frame(done())
     answer = await task
     assert answer.ticket == TICKET
-    assert answer.first.tokens == (Token(7),)
+    assert answer.firsts[0].tokens == (Token(7),)
     assert sent == ["submit"]
     link.assert_idle()
 
@@ -121,15 +121,15 @@ async def test_broken_stream_fails_all_and_the_next_one_serves_again() -> None:
 @pytest.mark.parametrize(
     "wire",
     [
-        pb.PrefillDone(first=first()),
-        pb.PrefillDone(first=first(FinishReason.STOP), ticket=codec.ticket_to_wire(TICKET)),
-        pb.PrefillDone(first=first(num_tokens=2), ticket=codec.ticket_to_wire(TICKET)),
-        pb.PrefillDone(first=first(num_tokens=0, finish_reason=FinishReason.STOP)),
+        pb.PrefillDone(firsts=[first()]),
+        pb.PrefillDone(firsts=[first(FinishReason.STOP)], ticket=codec.ticket_to_wire(TICKET)),
+        pb.PrefillDone(firsts=[first(num_tokens=2)], ticket=codec.ticket_to_wire(TICKET)),
+        pb.PrefillDone(firsts=[first(num_tokens=0, finish_reason=FinishReason.STOP)]),
     ],
 )
 def test_answer_that_makes_no_sense_is_refused(wire: pb.PrefillDone) -> None:
     link, _ = prefill_link()
-    with pytest.raises(ValueError, match="one token"):
+    with pytest.raises(ValueError, match="one token per choice"):
         link.on_frame(pb.PrefillFrame(done=[wire]))
 
 
@@ -148,7 +148,7 @@ def delta(token_id: int, finish_reason: FinishReason | None = None) -> pb.Decode
 @virtual_time
 async def test_deltas_that_came_before_the_break_are_given_first() -> None:
     link, sent = decode_link()
-    stream = link.decode(REQUEST, TICKET, Token(7))
+    stream = link.decode(REQUEST, TICKET, [(0, Token(7))])
     link.on_frame(delta(8))
     link.on_frame(delta(9))
     link.on_broken(lost("d"))
@@ -158,19 +158,19 @@ async def test_deltas_that_came_before_the_break_are_given_first() -> None:
     stream.close()
     assert sent == ["submit"]
     with pytest.raises(WorkerUnavailable):
-        link.decode(REQUEST, TICKET, Token(7))
+        link.decode(REQUEST, TICKET, [(0, Token(7))])
 
 
 @virtual_time
 async def test_closing_aborts_once_and_only_what_runs() -> None:
     link, sent = decode_link()
-    stream = link.decode(REQUEST, TICKET, Token(7))
+    stream = link.decode(REQUEST, TICKET, [(0, Token(7))])
     link.on_frame(delta(8))
     stream.close()
     stream.close()
     link.on_frame(delta(9))  # was on its way
     assert sent == ["submit", "abort_request_id"]
-    finished = link.decode(REQUEST, TICKET, Token(7))
+    finished = link.decode(REQUEST, TICKET, [(0, Token(7))])
     link.on_frame(delta(8, FinishReason.LENGTH))
     finished.close()
     assert sent == ["submit", "abort_request_id", "submit"]
@@ -181,7 +181,7 @@ async def test_closing_aborts_once_and_only_what_runs() -> None:
 @virtual_time
 async def test_waiting_reader_wakes_up_for_delta_and_failure() -> None:
     link, _ = decode_link()
-    stream = link.decode(REQUEST, TICKET, Token(7))
+    stream = link.decode(REQUEST, TICKET, [(0, Token(7))])
     waiting = asyncio.create_task(stream.next())
     await settle()
     link.on_frame(delta(8))

@@ -183,7 +183,7 @@ class EchoPrefill(PrefillWorkerServicer):
             request = codec.request_from_wire(command.submit)
             token = Token(len(request.prompt_token_ids))
             delta = TokenDelta(request.request_id, (token,), FinishReason.LENGTH)
-            outbox.pending().done.append(pb.PrefillDone(first=codec.delta_to_wire(delta)))
+            outbox.pending().done.append(pb.PrefillDone(firsts=[codec.delta_to_wire(delta)]))
 
         await run_session(request_iterator, on_command, outbox, context.write)
 
@@ -205,7 +205,7 @@ class EchoDecode(DecodeWorkerServicer):
 
         def on_command(command: pb.DecodeCommand) -> None:
             request_id = RequestId(command.submit.request.request_id)
-            token = codec.token_from_wire(command.submit.first_token)
+            token = codec.token_from_wire(command.submit.first_tokens[0].token)
             delta = TokenDelta(request_id, (token,), FinishReason.STOP)
             outbox.pending().deltas.append(codec.delta_to_wire(delta))
 
@@ -218,9 +218,14 @@ async def serve(cluster: ScriptedCluster, role: Role) -> RunningServer:
     registry = CollectorRegistry()
     Gauge("up", "Up", registry=registry).set(1)
     add: Any = add_PrefillWorkerServicer_to_server, add_DecodeWorkerServicer_to_server
+
+    def forget(token_ids: tuple[int, ...] | None, cache_salt: str | None) -> None:
+        if token_ids == (7,):
+            raise EngineFault("the engine is broken")
+
     registrars = [
         partial(add[0], EchoPrefill()) if role is Role.PREFILL else partial(add[1], EchoDecode()),
-        partial(add_WorkerAdminServicer_to_server, AdminService(lambda: record, registry)),
+        partial(add_WorkerAdminServicer_to_server, AdminService(lambda: record, registry, forget)),
     ]
     server = await start_server(registrars, "127.0.0.1", 0, "secret")
     cluster.listed[record.identity] = replace(record, address=server.address)
@@ -239,12 +244,16 @@ async def test_requests_travel_over_grpc_and_a_dead_server_is_noticed() -> None:
                 await workers.changed()
         prefill, decode = workers.prefill_workers()[0], workers.decode_workers()[0]
         done = await prefill.client.prefill(REQUEST)
-        assert done.first.tokens[0].token_id == 2
+        assert done.firsts[0].tokens[0].token_id == 2
         ticket = Ticket(TicketId("t"), prefill.identity, "a:1", (BlockId(1),), 2, 2, 1.0)
-        stream = decode.client.decode(REQUEST, ticket, Token(77))
+        stream = decode.client.decode(REQUEST, ticket, [(0, Token(77))])
         assert (await stream.next()).tokens[0].token_id == 77
         pages = await workers.scrape()
         assert [record.role for record, page in pages if "up 1.0" in page] == list(Role)
+        reached = await workers.invalidate_cache(pb.InvalidateCacheRequest(everything=True))
+        assert [(record.role, error) for record, error in reached] == [(role, None) for role in Role]
+        refused = await workers.invalidate_cache(pb.InvalidateCacheRequest(token_ids=[7]))
+        assert [str(error) for _, error in refused] == ["the engine is broken"] * 2
         await servers[1].stop(0)
         async with asyncio.timeout(10):
             while workers.decode_workers():

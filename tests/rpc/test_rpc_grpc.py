@@ -82,7 +82,7 @@ async def server(
     running = await start_server(
         [
             partial(add_DecodeWorkerServicer_to_server, Echo()),
-            partial(add_WorkerAdminServicer_to_server, admin(lambda: RECORD, registry)),
+            partial(add_WorkerAdminServicer_to_server, admin(lambda: RECORD, registry, lambda *_: None)),
         ],
         "127.0.0.1",
         0,

@@ -1,0 +1,105 @@
+"""What is known about one request while it runs: what its client has, and who let it down."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field, replace
+
+from protocol.generation import GenerationRequest, SamplingParams, Token, TokenDelta, choice_seed
+from protocol.ids import RequestId, WorkerIdentity
+
+
+@dataclass(slots=True)
+class Run:
+    """What is known about a request, or about a choice that goes on by itself, across its legs."""
+
+    request: GenerationRequest
+    deadline: float
+    """By the orchestrator's clock."""
+    emitted: dict[int, list[int]]
+    """Token ids that the client has, by choice; those that have ended or were dropped are gone."""
+    has_emitted: bool = False
+    num_failures: int = 0
+    failed: set[WorkerIdentity] = field(default_factory=set)
+    """Workers that let this request down; others are preferred."""
+    current: WorkerIdentity | None = None
+    """The worker that the running leg waits for now."""
+    prompt_logprobs: tuple[Token, ...] = ()
+    abort_choice: Callable[[int], None] | None = None
+    """Ends one choice where it runs now."""
+
+    def leg(self, now: float) -> GenerationRequest:
+        """The request as the next leg's workers get it.
+
+        Every further leg has an id of its own, so that no worker takes it for one it still knows.
+        """
+        suffix = f".{self.num_failures}" if self.num_failures else ""
+        emitted = self.emitted[self.request.index] if self.has_emitted else []
+        return replace(
+            self.request,
+            request_id=RequestId(self.request.request_id + suffix),
+            output_token_ids=self.request.output_token_ids + tuple(emitted),
+            sampling=self._sampling(),
+            deadline_s=max(self.deadline - now, 0.0),
+        )
+
+    def _sampling(self) -> SamplingParams:
+        sampling = self.request.sampling
+        is_scored = self.has_emitted and sampling.prompt_logprobs is not None
+        return replace(sampling, prompt_logprobs=None) if is_scored else sampling
+
+    def note(self, delta: TokenDelta) -> None:
+        """The client gets this delta now."""
+        self.has_emitted = True
+        if delta.finish_reason is None:
+            self.emitted[delta.index].extend(token.token_id for token in delta.tokens)
+        else:
+            del self.emitted[delta.index]
+
+    def drop(self, index: int) -> None:
+        """Nobody wants more of this choice."""
+        if self.emitted.pop(index, None) is not None and self.abort_choice is not None:
+            self.abort_choice(index)
+
+    def alone(self, index: int) -> Run:
+        """One choice of several as a request of its own."""
+        request = self.request
+        seed = choice_seed(request.sampling.seed, index)
+        choice = replace(
+            request,
+            request_id=RequestId(f"{request.request_id}/{index}"),
+            sampling=replace(request.sampling, seed=seed),
+            n=1,
+            index=index,
+        )
+        return replace(
+            self, request=choice, emitted={index: list(self.emitted[index])}, failed=set(self.failed)
+        )
+
+
+class Generation:
+    """A request that runs: iterate over its deltas. The last one of each choice has a `finish_reason`."""
+
+    def __init__(self, run: Run, deltas: AsyncGenerator[TokenDelta, None]) -> None:
+        self._run = run
+        self._deltas = deltas
+
+    @property
+    def prompt_logprobs(self) -> tuple[Token, ...]:
+        """What the request asked for, complete when the first delta is there."""
+        return self._run.prompt_logprobs
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        """Raises `SplitserveError` only."""
+        return await anext(self._deltas)
+
+    def drop(self, index: int) -> None:
+        """Abort one choice wherever it is, unless it has ended; no more of it comes. Idempotent."""
+        self._run.drop(index)
+
+    async def aclose(self) -> None:
+        """Abort the request wherever it is. Idempotent."""
+        await self._deltas.aclose()

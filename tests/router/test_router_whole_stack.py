@@ -1,0 +1,215 @@
+"""HTTP to device and back: a real router, real workers over gRPC, real engines on fake devices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from router_kit import MODEL, SETTINGS, byte_level_tokenizer
+from worker_fakes import BLOCK_SIZE, CLUSTER_TOKEN, FINGERPRINT, P0, MemoryDirectory
+from worker_stations import MAX_MODEL_LEN, Station, profile
+
+from decode_worker import DecodeWorker, DecodeWorkerConfig
+from engine import FakeExecutor
+from kv_transfer import LoopbackNetwork
+from prefill_worker import PrefillWorker, PrefillWorkerConfig
+from protocol.generation import choice_seed
+from protocol.ids import WorkerId, WorkerIdentity
+from router import Router, build_app
+
+PROMPT = list(range(1, 31))
+SEED = 7
+
+
+@dataclass(slots=True)
+class Stack:
+    """One prefill worker, some decode workers, a router and its client."""
+
+    router: Router
+    client: httpx.AsyncClient
+    prefill: PrefillWorker
+    decodes: list[DecodeWorker]
+    stations: list[Station]
+    """Of the prefill worker first, then of the decode workers."""
+
+    async def complete(self, **more: Any) -> httpx.Response:
+        body = {"model": MODEL, "prompt": PROMPT, "seed": SEED, "return_token_ids": True}
+        return await self.client.post("/v1/completions", json=body | more)
+
+
+@asynccontextmanager
+async def stack(num_decode: int = 1, **scheduler: Any) -> AsyncIterator[Stack]:
+    """Started and proved to work; at the end no block is lost. `scheduler`: of the prefill worker."""
+    network, directory = LoopbackNetwork(), MemoryDirectory()
+    identities = [WorkerIdentity(WorkerId(f"d{i}"), f"d-{i}") for i in range(num_decode)]
+    stations = [Station(P0, network, **scheduler), *(Station(i, network) for i in identities)]
+    prefill = PrefillWorker(
+        profile=profile(P0, FINGERPRINT),
+        make_engine=stations[0].engine,
+        transport=stations[0].transport,
+        directory=directory,
+        config=PrefillWorkerConfig(),
+    )
+    decodes = [
+        DecodeWorker(
+            profile=profile(identity, FINGERPRINT),
+            make_engine=station.engine,
+            transport=station.transport,
+            directory=directory,
+            config=DecodeWorkerConfig(),
+        )
+        for identity, station in zip(identities, stations[1:], strict=True)
+    ]
+    router = Router(
+        settings=replace(SETTINGS, metrics_timeout_s=5.0),
+        directory=directory,
+        tokenizer=byte_level_tokenizer(),
+        served_model_name=MODEL,
+        max_model_len=MAX_MODEL_LEN,
+        cluster_token=CLUSTER_TOKEN,
+    )
+    transport = httpx.ASGITransport(app=build_app(router))
+    workers = [prefill, *decodes]
+    async with httpx.AsyncClient(transport=transport, base_url="http://router", timeout=30) as client:
+        try:
+            for worker in workers:
+                await worker.start("127.0.0.1", 0)
+            await router.start()
+            await until(lambda: router.not_ready_because() is None)
+            await until(lambda: len(router.workers.decode_workers()) == num_decode)
+            yield Stack(router, client, prefill, decodes, stations)
+            router.assert_idle()
+        finally:
+            await router.stop()
+            for worker in workers:
+                await worker.stop()
+    for station in stations:
+        station.core.check_integrity()
+        station.core.assert_idle()
+
+
+async def until(is_true: Any) -> None:
+    async with asyncio.timeout(20):
+        while not is_true():  # noqa: ASYNC110  # nobody signals what these tests wait for
+            await asyncio.sleep(0.005)
+
+
+def oracle(index: int, max_tokens: int) -> list[int]:
+    """The tokens of one choice, whatever happens on the way."""
+    executor, tokens = FakeExecutor(BLOCK_SIZE), list(PROMPT)
+    for _ in range(max_tokens):
+        tokens.append(executor.next_token(tokens, choice_seed(SEED, index)))
+    return tokens[len(PROMPT) :]
+
+
+async def test_choices_over_http_are_those_of_one_engine_alone() -> None:
+    async with stack() as running:
+        answer = (await running.complete(n=5, max_tokens=20)).json()
+        assert [c["token_ids"] for c in answer["choices"]] == [oracle(i, 20) for i in range(5)]
+        assert answer["usage"]["completion_tokens"] == 100
+        assert answer["usage"]["prompt_tokens"] == len(PROMPT)
+
+
+async def test_choices_survive_the_death_of_their_decode_worker_in_mid_stream() -> None:
+    async with stack(num_decode=2) as running:
+        for station in running.stations[1:]:
+            station.gate_s = 0.03
+        task = asyncio.create_task(running.complete(n=3, max_tokens=40, stream=True))
+        await until(lambda: any(len(station.executor.plans) > 5 for station in running.stations[1:]))
+        victim = next(w for w in running.decodes if w.record().load.num_running)
+        await victim.stop()
+        for station in running.stations:
+            station.gate_s = 0.0
+        lines = (await task).text.split("\n\n")[:-1]
+        assert lines.pop() == "data: [DONE]"
+        tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        for line in lines:
+            (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+            tokens[choice["index"]] += choice["token_ids"]
+        assert tokens == {index: oracle(index, 40) for index in range(3)}
+        page = (await running.client.get("/metrics")).text
+        assert "splitserve_request_retries_total{" in page
+
+
+async def test_stop_string_of_one_choice_frees_its_blocks_alone() -> None:
+    async with stack() as running:
+        tokenizer = running.router.tokenizer
+        running.stations[1].gate_s = 0.005
+        whole = (await running.complete(n=2, max_tokens=40)).json()["choices"]
+        stop = tokenizer.decode(oracle(1, 40)[10:14])
+        answer = (await running.complete(n=2, max_tokens=40, stop=stop)).json()["choices"]
+        assert stop in whole[1]["text"]
+        assert answer[1]["finish_reason"] == "stop"
+        assert answer[1]["text"] == whole[1]["text"].split(stop)[0]
+        assert answer[0]["text"] == whole[0]["text"].split(stop)[0]
+
+
+async def test_prompt_scores_cross_all_seams() -> None:
+    async with stack() as running:
+        scores = FakeExecutor(BLOCK_SIZE).prompt_scores(PROMPT)
+        for _ in range(2):  # the second time the prompt is cached
+            answer = (await running.complete(echo=True, logprobs=0, max_tokens=0)).json()
+            logprobs = answer["choices"][0]["logprobs"]
+            assert logprobs["token_logprobs"] == [None, *scores]
+
+
+async def test_full_prefill_worker_answers_429_with_the_time_to_come_back() -> None:
+    async with stack(max_num_seqs=1, max_num_waiting=2, overload_retry_after_s=1.5) as running:
+        running.stations[0].gate_s = 0.05
+        answers = await asyncio.gather(*(running.complete(max_tokens=1) for _ in range(12)))
+        refused = [answer for answer in answers if answer.status_code != 200]
+        assert refused
+        assert len(refused) < 12
+        for answer in refused:
+            assert answer.status_code == 429
+            assert answer.headers["retry-after"] == "2"
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+
+
+async def test_reset_makes_a_cached_prompt_be_computed_again() -> None:
+    def num_cached(answer: httpx.Response) -> int:
+        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    async with stack(num_decode=2) as running:
+        assert num_cached(await running.complete()) == 0
+        assert num_cached(await running.complete()) >= len(PROMPT) - BLOCK_SIZE
+        assert num_cached(await running.complete(cache_salt="tenant")) == 0
+        reset = await running.client.post("/reset_prefix_cache", json={"prompt": PROMPT[:8]})
+        assert (reset.status_code, len(reset.json()["workers"])) == (200, 3)
+        assert num_cached(await running.complete()) == 0
+        assert num_cached(await running.complete(cache_salt="tenant")) >= len(PROMPT) - BLOCK_SIZE
+        await running.client.post("/reset_prefix_cache")
+        assert num_cached(await running.complete(cache_salt="tenant")) == 0
+
+
+async def test_one_page_shows_what_every_engine_has_done() -> None:
+    async with stack() as running:
+        await running.complete(n=3, max_tokens=10)
+        page = (await running.client.get("/metrics")).text
+    values = {
+        (sample.name.removeprefix("splitserve_"), frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+
+    def value(name: str, role: str, worker_id: str, **labels: str) -> float:
+        return values[name, frozenset((labels | {"role": role, "worker_id": worker_id}).items())]
+
+    for worker in (("prefill", "p0"), ("decode", "d0")):
+        num_steps = value("iteration_num_seqs_count", *worker)
+        assert value("iteration_seconds_count", *worker, part="execute") == num_steps > 0
+    canary = 4  # tokens; it ran before
+    computed = value("prompt_tokens_by_source_total", "prefill", "p0", source="computed")
+    assert computed == len(PROMPT) + canary
+    transferred = value("prompt_tokens_by_source_total", "decode", "d0", source="transferred")
+    assert transferred == len(PROMPT) + canary
+    assert value("iteration_num_seqs_bucket", "decode", "d0", le="4.0") == (
+        value("iteration_num_seqs_count", "decode", "d0")
+    )
+    assert value("sampled_tokens_total", "decode", "d0") == 3 * 9 + 1
