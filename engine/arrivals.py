@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.config import SchedulerConfig
-from engine.messages import AddSequence, ReserveSequence
+from engine.messages import AddSequence, ReserveSequence, Sibling
 from engine.prefix_hash import MAX_TOKEN_ID
 from engine.sequence import Sequence, SequenceState
 from protocol.errors import InvalidRequest
-from protocol.generation import FinishReason
+from protocol.generation import FinishReason, SamplingParams, choice_seed
 
 
 def sequence_from(
@@ -17,11 +19,34 @@ def sequence_from(
     arrival_index: int,
     now_s: float,
 ) -> Sequence:
-    """Build the sequence that a command asks for; WAITING or RESERVING, without blocks."""
+    """Build the sequence that a command asks for, with its unborn choices; WAITING or RESERVING."""
+    sequence = _first_choice(command, config, eos_token_ids, arrival_index, now_s)
+    if isinstance(command, AddSequence):
+        sequence.siblings = [
+            _another_choice(sequence, command.index + i, choice_seed(command.sampling.seed, i))
+            for i in range(1, command.num_samples)
+        ]
+    else:
+        sequence.branches = [
+            _another_choice(sequence, sibling.index, _seed_of(command.sampling, sibling), sibling.output_token_ids)
+            for sibling in command.siblings
+        ]
+    return sequence
+
+
+def _first_choice(
+    command: AddSequence | ReserveSequence,
+    config: SchedulerConfig,
+    eos_token_ids: frozenset[int],
+    arrival_index: int,
+    now_s: float,
+) -> Sequence:
     sampling = command.sampling
     num_prompt_tokens = len(command.prompt_token_ids)
     reserves = isinstance(command, ReserveSequence)
     stop_token_ids = frozenset(sampling.stop_token_ids)
+    # Whoever comes with output was scored on its first leg.
+    to_score = sampling.prompt_logprobs is not None and not command.output_token_ids
     return Sequence(
         seq_id=command.seq_id,
         sampling=sampling,
@@ -36,7 +61,32 @@ def sequence_from(
         length_limit=min(num_prompt_tokens + sampling.max_tokens, config.max_model_len),
         min_length=num_prompt_tokens + sampling.min_tokens,
         stop_token_ids=stop_token_ids if sampling.ignore_eos else stop_token_ids | eos_token_ids,
+        index=command.index,
+        num_scored=0 if to_score else max(num_prompt_tokens - 1, 0),
     )
+
+
+def _another_choice(
+    first: Sequence, index: int, seed: int, output_token_ids: tuple[int, ...] | None = None
+) -> Sequence:
+    """A choice that `first` carries until it is born: with the same tokens, or its own output."""
+    prompt, own = first.token_ids[: first.num_prompt_tokens], output_token_ids
+    return replace(
+        first,
+        index=index,
+        sampling=replace(first.sampling, seed=seed),
+        token_ids=[*first.token_ids] if own is None else [*prompt, *own],
+        state=SequenceState.WAITING,
+        block_table=[],
+        block_keys=[],
+        siblings=[],
+        branches=[],
+        host_table=[],
+    )
+
+
+def _seed_of(sampling: SamplingParams, sibling: Sibling) -> int:
+    return choice_seed(sampling.seed, sibling.index) if sibling.seed is None else sibling.seed
 
 
 def why_never(sequence: Sequence, config: SchedulerConfig) -> InvalidRequest | None:
@@ -54,11 +104,11 @@ def why_never(sequence: Sequence, config: SchedulerConfig) -> InvalidRequest | N
             param="prompt",
             code="context_length_exceeded",
         )
-    if finish_reason(sequence) is not None:
+    if any(finish_reason(choice) is not None for choice in (sequence, *sequence.branches)):
         return InvalidRequest(
             "the sequence is complete already: nothing is left to generate", param="max_tokens"
         )
-    return _why_too_large(sequence, config)
+    return _why_too_many(sequence, config) or _why_too_large(sequence, config)
 
 
 def finish_reason(sequence: Sequence) -> FinishReason | None:
@@ -68,6 +118,21 @@ def finish_reason(sequence: Sequence) -> FinishReason | None:
     if may_stop and sequence.token_ids[-1] in sequence.stop_token_ids:
         return FinishReason.STOP
     return FinishReason.LENGTH if length >= sequence.length_limit else None
+
+
+def _why_too_many(sequence: Sequence, config: SchedulerConfig) -> InvalidRequest | None:
+    choices = [sequence, *sequence.siblings, *sequence.branches]
+    if len(choices) > config.max_num_seqs:
+        return InvalidRequest(
+            f"{len(choices)} choices are asked for, and this worker runs {config.max_num_seqs} sequences: "
+            "ask for fewer",
+            param="n",
+        )
+    if len({choice.index for choice in choices}) < len(choices):
+        return InvalidRequest("two choices have the same index", param="n")
+    if any(choice.token_ids[:-1] != sequence.token_ids[:-1] for choice in choices):
+        return InvalidRequest("the choices of a reserved sequence differ before their last token", param="n")
+    return None
 
 
 def _why_too_large(sequence: Sequence, config: SchedulerConfig) -> InvalidRequest | None:

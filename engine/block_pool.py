@@ -3,13 +3,15 @@
     blank --allocate--> referenced --last free, not cached--> blank
                          |      ^ \\--last free, cached--> evictable --allocate (oldest first)--> referenced
                        cache    +------------share--------------+
-Every operation is O(1) per block. Owned by one thread; knows nothing of sequences.
+The cache is a forest: a block is in it only while the block before it is, because no hit could reach
+it otherwise. Every operation is O(1) per block, `forget` apart. Owned by one thread; knows nothing of
+sequences.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 
 from engine.prefix_hash import BlockHash, BlockKey
@@ -36,6 +38,8 @@ class BlockPool:
         self._evictable: OrderedDict[BlockId, None] = OrderedDict()
         self._keys: list[BlockKey | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, BlockId] = {}
+        self._children: dict[BlockHash, set[BlockId]] = {}
+        """The cached blocks that follow a cached block."""
 
     @property
     def num_free(self) -> int:
@@ -49,6 +53,13 @@ class BlockPool:
 
     def ref_count(self, block_id: BlockId) -> int:
         return self._ref_counts[block_id]
+
+    def is_shared(self, block_id: BlockId, num_leaving: int = 0) -> bool:
+        """Whether a block has another owner, when `num_leaving` of its references are about to go."""
+        return self._ref_counts[block_id] - num_leaving > 1
+
+    def is_cached(self, block_id: BlockId) -> bool:
+        return self._keys[block_id] is not None
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
         """Hand out blocks with one reference each: blank ones first, then the least recently used."""
@@ -87,13 +98,44 @@ class BlockPool:
     def cache(self, block_id: BlockId, key: BlockKey) -> None:
         """Let the prefix cache give this referenced block, whose KV is complete, under `key`.
 
-        The first block of a content wins: a twin stays out and becomes blank when it is freed.
+        The first block of a content wins: a twin stays out and becomes blank when it is freed. So does
+        a block whose predecessor's content is not cached (any more).
         """
         if self._ref_counts[block_id] == 0:
             raise EngineFault(f"block {block_id} enters the prefix cache but is not referenced")
-        if self._keys[block_id] is None and key.block_hash not in self._by_hash:
-            self._keys[block_id] = key
-            self._by_hash[key.block_hash] = block_id
+        if self._keys[block_id] is not None or key.block_hash in self._by_hash:
+            return
+        if not key.is_first:
+            if key.parent_hash not in self._by_hash:
+                return
+            self._children.setdefault(key.parent_hash, set()).add(block_id)
+        self._keys[block_id] = key
+        self._by_hash[key.block_hash] = block_id
+
+    def uncache(self, block_id: BlockId) -> list[BlockId]:
+        """Take a cached block, and all that go on from it, out of the prefix cache; returns them."""
+        dropped = [block_id]
+        for dropped_id in dropped:  # grows while it is walked
+            key = self._keys[dropped_id]
+            if key is None:
+                raise EngineFault(f"block {dropped_id} leaves the prefix cache but is not in it")
+            self._keys[dropped_id] = None
+            del self._by_hash[key.block_hash]
+            dropped += self._children.pop(key.block_hash, ())
+            if not key.is_first:
+                self._forget_child(key.parent_hash, dropped_id)
+            if dropped_id in self._evictable:
+                del self._evictable[dropped_id]
+                self._blank.append(dropped_id)
+        return dropped
+
+    def forget(self, is_meant: Callable[[BlockKey], bool]) -> list[BlockId]:
+        """Uncache the first blocks of sequences that are meant, and all that go on from them.
+
+        Returns all of them. Looks at every cached block.
+        """
+        heads = [BlockId(i) for i, key in enumerate(self._keys) if key and key.is_first and is_meant(key)]
+        return [dropped_id for head in heads for dropped_id in self.uncache(head)]
 
     def cached_prefix(self, keys: Iterable[BlockKey]) -> list[BlockId]:
         """Return the blocks of the longest cached prefix of a chain. Takes no references."""
@@ -122,6 +164,7 @@ class BlockPool:
         _require(not blank & cached, "a blank block is in the prefix cache")
         _require(evictable <= cached, "an evictable block is not in the prefix cache")
         _require(found == self._by_hash, "the prefix cache points at other blocks than those that hold it")
+        self._check_forest()
 
     def assert_idle(self) -> None:
         """Raise `EngineFault` unless no block is referenced."""
@@ -136,13 +179,22 @@ class BlockPool:
             self._evictable[block_id] = None
 
     def _evict_oldest(self) -> None:
-        block_id, _ = self._evictable.popitem(last=False)
-        key = self._keys[block_id]
-        if key is None:
-            raise EngineFault(f"block {block_id} was evictable but not cached")
-        del self._by_hash[key.block_hash]
-        self._keys[block_id] = None
-        self._blank.append(block_id)
+        self.uncache(next(iter(self._evictable)))
+
+    def _forget_child(self, parent_hash: BlockHash, block_id: BlockId) -> None:
+        siblings = self._children.get(parent_hash)
+        if siblings is not None:
+            siblings.discard(block_id)
+            if not siblings:
+                del self._children[parent_hash]
+
+    def _check_forest(self) -> None:
+        children: dict[BlockHash, set[BlockId]] = {}
+        for i, key in enumerate(self._keys):
+            if key is not None and not key.is_first:
+                children.setdefault(key.parent_hash, set()).add(BlockId(i))
+        _require(children.keys() <= self._by_hash.keys(), "a cached block follows one that is not cached")
+        _require(children == self._children, "the prefix cache miscounts what follows its blocks")
 
 
 def _require(holds: bool, message: str) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from engine.policy import POLICIES
 from protocol.errors import StartupError
 
+PREEMPTIONS = ("recompute", "swap")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -33,10 +35,20 @@ class SchedulerConfig:
     overload_retry_after_s: float = 1.0
     """What a refused sender is told to wait."""
     enable_prefix_caching: bool = True
-    watermark: float = 0.01
+    low_watermark: float = 0.01
     """Share of the blocks that an admission leaves free for the growth of those that run."""
+    high_watermark: float = 0.04
+    """Once fewer than the low watermark are free, nobody is admitted beside others until so many are."""
     policy: str = "fcfs"
-    """Name of the scheduling policy."""
+    """Name of the scheduling policy: fcfs, priority or shortest_first."""
+    ageing_tokens: int = 32
+    """shortest_first: each later arrival must have so many tokens less to do, to overtake an earlier one."""
+    preemption: str = "recompute"
+    """What becomes of the KV of a sequence that gives its blocks up: recompute or swap."""
+    num_host_blocks: int = 0
+    """Blocks of the host pool for swapping. A sequence for which it has no room is recomputed."""
+    long_prefill_token_threshold: int = 0
+    """A longer prefill computes at most so many tokens per step while others wait; 0 is no bound."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -45,6 +57,7 @@ class SchedulerConfig:
             "max_num_seqs",
             "max_num_batched_tokens",
             "max_num_waiting",
+            "ageing_tokens",
         ):
             _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}: set it to at least 1")
         _require(
@@ -62,7 +75,9 @@ class SchedulerConfig:
             f"max_num_prefill_tokens is {self.max_num_prefill_tokens}: "
             "set it to at least 1 or leave it out",
         )
-        _require(0 <= self.watermark < 1, f"watermark is {self.watermark}: set it to a share in [0, 1)")
+        for name in ("num_host_blocks", "long_prefill_token_threshold"):
+            _require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}: set it to at least 0")
+        self._check_watermarks()
         _require(
             self.overload_retry_after_s > 0,
             f"overload_retry_after_s is {self.overload_retry_after_s}: set it to more than 0",
@@ -71,6 +86,16 @@ class SchedulerConfig:
             self.policy in POLICIES,
             f"policy {self.policy!r} is unknown: choose one of {', '.join(sorted(POLICIES))}",
         )
+        _require(
+            self.preemption in PREEMPTIONS,
+            f"preemption {self.preemption!r} is unknown: choose one of {', '.join(PREEMPTIONS)}",
+        )
+
+    def _check_watermarks(self) -> None:
+        low, high = self.low_watermark, self.high_watermark
+        _require(0 <= low < 1, f"low_watermark is {low}: set it to a share in [0, 1)")
+        _require(0 <= high < 1, f"high_watermark is {high}: set it to a share in [0, 1)")
+        _require(low <= high, f"high_watermark ({high}) is below low_watermark ({low}): raise it")
 
     @property
     def num_usable_blocks(self) -> int:
@@ -78,8 +103,12 @@ class SchedulerConfig:
         return self.num_blocks - 1
 
     @property
-    def num_watermark_blocks(self) -> int:
-        return math.ceil(self.watermark * self.num_usable_blocks)
+    def num_low_blocks(self) -> int:
+        return math.ceil(self.low_watermark * self.num_usable_blocks)
+
+    @property
+    def num_high_blocks(self) -> int:
+        return math.ceil(self.high_watermark * self.num_usable_blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks the KV of `num_tokens` tokens takes."""

@@ -6,8 +6,10 @@ A step is `plan = schedule(); result = execute(plan); events = apply(plan, resul
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 
 from engine.arrivals import sequence_from, why_never
+from engine.choices import drop_choice, part_by_last_token
 from engine.config import SchedulerConfig
 from engine.integrity import check_roster
 from engine.messages import (
@@ -16,6 +18,7 @@ from engine.messages import (
     AdmitSequence,
     Command,
     Event,
+    InvalidateCache,
     RecomputeSequence,
     ReleaseSequence,
     ReserveSequence,
@@ -28,6 +31,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceState
 from engine.stats import EngineStats, StepRecord
 from protocol.errors import EngineFault, InvalidRequest, Overloaded, SplitserveError
+from protocol.histogram import StepHistograms
 from protocol.ids import SequenceId
 from protocol.ports import Clock
 
@@ -38,17 +42,24 @@ class EngineCore:
     """Deterministic: the same commands, results and clock give the same events. Used by one thread."""
 
     def __init__(
-        self, config: SchedulerConfig, executor: Executor, eos_token_ids: frozenset[int], clock: Clock
+        self,
+        config: SchedulerConfig,
+        executor: Executor,
+        eos_token_ids: frozenset[int],
+        clock: Clock,
+        roster: Roster | None = None,
     ) -> None:
+        """`roster` stands in for the one that is made from `config`."""
         self._config = config
         self._executor = executor
         self._eos_token_ids = eos_token_ids
         self._clock = clock
-        self._roster = Roster(config)
+        self._roster = roster or Roster(config)
         self._scheduler = Scheduler(config, self._roster)
         self._num_arrivals = 0
         self._is_blocked = False
         self._last_step = StepRecord()
+        self._histograms = StepHistograms()
         self.untold_events: list[Event] = []
         """What a broken step had to tell when it broke; empty between steps."""
 
@@ -60,7 +71,7 @@ class EngineCore:
     @property
     def live_sequence_ids(self) -> tuple[SequenceId, ...]:
         """Every sequence that was not reported as gone, in order of arrival."""
-        return tuple(self._roster.sequences)
+        return tuple(self._roster.groups)
 
     def handle(self, command: Command) -> list[Event]:
         """Carry one command out. What fails, fails as an event; unknown ids are ignored."""
@@ -70,8 +81,11 @@ class EngineCore:
             return (
                 [SequenceFailed(command.seq_id, refusal)] if refusal else self._scheduler.take_allocations()
             )
-        sequence = self._roster.sequences.get(command.seq_id)
-        return [] if sequence is None else self._change(sequence, command)
+        if isinstance(command, InvalidateCache):
+            self._invalidate(command)
+            return []
+        group = self._roster.groups.get(command.seq_id)
+        return [] if group is None else self._change(group, command)
 
     def step(self, announce: Callable[[list[Event]], None] | None = None) -> list[Event]:
         """Compute one batch. Whatever the executor raises passes through and leaves the core unusable.
@@ -80,15 +94,16 @@ class EngineCore:
         readers lose no time; without, they come first in the returned list.
         """
         started_s = self._clock()
+        num_preemptions = self._roster.counters.num_preemptions
         plan = self._scheduler.schedule()
         self.untold_events = self._scheduler.take_allocations()
         if announce is not None and self.untold_events:
             announce(self._take_untold())
         planned_s = self._clock()
-        result = self._executor.execute(plan) if plan.slices else _NOTHING_DONE
+        result = _NOTHING_DONE if plan.is_empty else self._executor.execute(plan)
         executed_s = self._clock()
         apply_result(self._roster, plan, result, self.untold_events)
-        self._is_blocked = not plan.slices
+        self._is_blocked = plan.is_empty and num_preemptions == self._roster.counters.num_preemptions
         if plan.slices:
             applied_s = self._clock()
             self._last_step = StepRecord(
@@ -98,14 +113,15 @@ class EngineCore:
                 len(plan.slices),
                 plan.num_tokens,
             )
+            self._histograms.observe(**self._last_step._asdict())
         return self._take_untold()
 
     def abort_all(self, error: SplitserveError) -> list[Event]:
         """Drop every live sequence and report it failed. No read into their blocks may be pending."""
         failures: list[Event] = []
-        for sequence in list(self._roster.sequences.values()):
-            self._roster.drop(sequence)
-            failures.append(SequenceFailed(sequence.seq_id, error))
+        for seq_id in self.live_sequence_ids:
+            self._roster.drop_group(seq_id)
+            failures.append(SequenceFailed(seq_id, error))
         return failures
 
     def stats(self) -> EngineStats:
@@ -113,25 +129,24 @@ class EngineCore:
         return EngineStats(
             num_running=roster.num_running,
             num_waiting=roster.waiting.num_waiting,
+            num_swapped=roster.waiting.num_swapped,
             num_held=roster.num_held,
             num_reserving=roster.waiting.num_reserving,
             num_fetching=roster.num_fetching,
             num_waiting_tokens=roster.waiting.num_waiting_tokens
-            + sum(sequence.num_pending for sequence in roster.prefills.values()),
+            + sum(sequence.num_pending for sequence in roster.prefills),
             blocks_total=roster.pool.num_total,
             blocks_free=roster.pool.num_free,
             blocks_cached=roster.pool.num_cached,
-            num_preemptions=counters.num_preemptions,
-            prefix_queries_tokens=counters.prefix_queries_tokens,
-            prefix_hits_tokens=counters.prefix_hits_tokens,
-            prompt_tokens_computed=counters.prompt_tokens_computed,
-            generated_tokens=counters.generated_tokens,
-            num_steps=counters.num_steps,
+            host_blocks_total=roster.swapper.pool.num_total,
+            host_blocks_free=roster.swapper.pool.num_free,
+            **asdict(counters),
             last_schedule_s=last.schedule_s,
             last_execute_s=last.execute_s,
             last_apply_s=last.apply_s,
             last_num_seqs=last.num_seqs,
             last_num_tokens=last.num_tokens,
+            steps=self._histograms.snapshot(),
         )
 
     def check_integrity(self) -> None:
@@ -140,8 +155,9 @@ class EngineCore:
 
     def assert_idle(self) -> None:
         """Raise `EngineFault` unless no sequence lives and every block is free."""
-        if self._roster.sequences:
-            raise EngineFault(f"sequences live in an idle engine: {', '.join(self._roster.sequences)}")
+        if self._roster.groups:
+            raise EngineFault(f"sequences live in an idle engine: {', '.join(self._roster.groups)}")
+        self.check_integrity()
         self._roster.pool.assert_idle()
 
     def _take_untold(self) -> list[Event]:
@@ -150,7 +166,7 @@ class EngineCore:
 
     def _enter(self, command: AddSequence | ReserveSequence) -> SplitserveError | None:
         """Take a new sequence in; returns the error when it is refused."""
-        if command.seq_id in self._roster.sequences:
+        if command.seq_id in self._roster.groups:
             return InvalidRequest("the sequence id is in use")
         sequence = sequence_from(
             command, self._config, self._eos_token_ids, self._num_arrivals, self._clock()
@@ -165,27 +181,37 @@ class EngineCore:
             )
         self._num_arrivals += 1
         self._roster.add(sequence)
-        self._scheduler.admit(budget=0)
+        self._scheduler.reserve_waiting()
         return None
+
+    def _invalidate(self, command: InvalidateCache) -> None:
+        roster = self._roster
+        live = (sequence for group in roster.groups.values() for sequence in group)
+        num_blocks = roster.cache.invalidate(command.token_ids, command.cache_salt, live)
+        roster.counters.invalidated_blocks += num_blocks
 
     def _change(
         self,
-        sequence: Sequence,
+        group: list[Sequence],
         command: AdmitSequence | RecomputeSequence | AbortSequence | ReleaseSequence,
     ) -> list[Event]:
+        sequence = group[0]  # the only one before it is born
         state = sequence.state
         match command:
             case AdmitSequence() if state is SequenceState.FETCHING:
                 self._roster.admit_fetched(sequence)
+                part_by_last_token(self._roster, sequence)
             case RecomputeSequence() if state in (SequenceState.FETCHING, SequenceState.RESERVING):
                 self._roster.recompute(sequence)
             case ReleaseSequence() if sequence.hold:
                 # Released before it is HELD: nobody will read the blocks, so the rest need not be computed.
                 self._roster.drop(sequence)
-            case AbortSequence():
-                self._roster.drop(sequence)
+            case AbortSequence(index=None):
+                self._roster.drop_group(sequence.seq_id)
+            case AbortSequence(index=int(index)):
+                drop_choice(self._roster, group, index)
             case _:
-                self._roster.drop(sequence)
+                self._roster.drop_group(sequence.seq_id)
                 error = EngineFault(f"{type(command).__name__} came for a sequence that is {state}")
                 return [SequenceFailed(sequence.seq_id, error)]
         return []

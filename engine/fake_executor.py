@@ -1,20 +1,24 @@
 """What would a device compute that has no weights but an exact memory?
 
 The shipped fake of `Executor`: no torch, no time. Its KV of a token is a digest of the token and all
-before it, kept per (block, offset); the next token is a function of that digest. Whatever a slice
-reads through its block table is checked, so a wrong table or a block with two owners is caught.
+before it, kept per (block, offset); the next token is a function of that digest and the seed. Whatever
+a slice reads through its block table is checked, so a wrong table, a block with two owners, a missing
+copy or a lost swap is caught.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping
 from collections.abc import Sequence as Items
+from typing import TypeVar
 
 from engine.plan import Slice, StepPlan, StepResult
+from engine.sequence import Sequence
 from protocol.errors import EngineFault
 from protocol.generation import Token
-from protocol.ids import BlockId
+from protocol.ids import BlockId, HostBlockId
 
+_Slot = TypeVar("_Slot", bound=tuple[int, int])
 _MODULUS = (1 << 61) - 1
 
 
@@ -43,16 +47,31 @@ class FakeExecutor:
         self._kv: MutableMapping[tuple[BlockId, int], int] = {} if kv is None else kv
         self.plans: list[list[tuple[str, int]]] = []
         """(sequence id, tokens) of every slice of every step so far."""
+        self._host_kv: dict[tuple[HostBlockId, int], int] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append([(piece.sequence.seq_id, piece.num_tokens) for piece in plan.slices])
         if plan.num_tokens != sum(piece.num_tokens for piece in plan.slices):
             raise EngineFault("the plan miscounts its tokens")
-        return StepResult([self._compute(piece) for piece in plan.slices])
+        self._move(plan)
+        scores = {i: self._score(piece) for i, piece in enumerate(plan.slices) if _is_scored(piece)}
+        return StepResult(
+            [self._compute(piece) for piece in plan.slices],
+            {
+                i: [self._sample(sibling) for sibling in piece.sequence.siblings]
+                for i, piece in enumerate(plan.slices)
+                if piece.samples and piece.sequence.siblings
+            },
+            scores,
+        )
 
-    def next_token(self, token_ids: Items[int]) -> int:
+    def next_token(self, token_ids: Items[int], seed: int = 0) -> int:
         """The token that follows, whatever else runs: the oracle for an engine's output."""
-        return kv_digests(token_ids)[-1] // 7 % self._vocab_size
+        return (kv_digests(token_ids)[-1] // 7 + seed) % self._vocab_size
+
+    def prompt_scores(self, token_ids: Items[int]) -> list[float]:
+        """The log-probabilities of all tokens of a prompt but the first."""
+        return [-(digest % 1000) / 1000 for digest in kv_digests(token_ids)[1:]]
 
     def write(self, block_table: Items[BlockId], token_ids: Items[int], start: int, stop: int) -> None:
         """Put the KV of positions [start, stop) into a table's slots, as a transport would."""
@@ -78,10 +97,47 @@ class FakeExecutor:
             )
         self.verify(sequence.block_table, sequence.token_ids, sequence.num_computed)
         self.write(sequence.block_table, sequence.token_ids, sequence.num_computed, stop)
-        return Token(self.next_token(sequence.token_ids)) if piece.samples else None
+        return self._sample(sequence) if piece.samples else None
+
+    def _sample(self, sequence: Sequence) -> Token:
+        return Token(self.next_token(sequence.token_ids, sequence.sampling.seed))
+
+    def _score(self, piece: Slice) -> list[Token]:
+        sequence, start = piece.sequence, piece.sequence.num_computed
+        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        scores = self.prompt_scores(prompt)[start : start + piece.num_tokens]
+        return [
+            Token(token_id, score)
+            for token_id, score in zip(prompt[start + 1 :], scores, strict=False)
+        ]
+
+    def _move(self, plan: StepPlan) -> None:
+        """Carry the moves out; slots that were never written stay so."""
+        for source, host_block in plan.swaps_out:
+            for offset in range(self._block_size):
+                self._put(self._host_kv, (host_block, offset), self._kv.get((source, offset)))
+        for host_block, destination in plan.swaps_in:
+            for offset in range(self._block_size):
+                self._put(self._kv, (destination, offset), self._host_kv.get((host_block, offset)))
+        for source, destination in plan.copies:
+            for offset in range(self._block_size):
+                self._put(self._kv, (destination, offset), self._kv.get((source, offset)))
+
+    @staticmethod
+    def _put(kv: MutableMapping[_Slot, int], slot: _Slot, digest: int | None) -> None:
+        if digest is not None:
+            kv[slot] = digest
+        else:
+            kv.pop(slot, None)
 
     def _slot(self, block_table: Items[BlockId], position: int) -> tuple[BlockId, int]:
         block_id = block_table[position // self._block_size]
         if block_id == 0:
             raise EngineFault("a block table points at the null block")
         return block_id, position % self._block_size
+
+
+def _is_scored(piece: Slice) -> bool:
+    sequence = piece.sequence
+    wants = sequence.sampling.prompt_logprobs is not None
+    return wants and sequence.num_computed < sequence.num_prompt_tokens - 1

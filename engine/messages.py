@@ -25,6 +25,20 @@ class AddSequence:
     """Keep the blocks after the next sampled token, until `ReleaseSequence` (prefill role)."""
     priority: int = 0
     cache_salt: str = ""
+    index: int = 0
+    """Number of the first choice: a choice that goes on alone keeps the one it had."""
+    num_samples: int = 1
+    """Choices that share the prompt's blocks; choice i has the seed `choice_seed(sampling.seed, i)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sibling:
+    """A further choice of a reserved sequence: the same tokens but the last one."""
+
+    index: int
+    output_token_ids: tuple[int, ...]
+    seed: int | None = None
+    """Its own. None: `choice_seed(sampling.seed, index)`, right when the reservation's index is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +54,11 @@ class ReserveSequence:
     output_token_ids: tuple[int, ...]
     """At least one: the token that the prefill worker sampled."""
     sampling: SamplingParams
+    """With the first choice's own seed."""
     priority: int = 0
     cache_salt: str = ""
+    index: int = 0
+    siblings: tuple[Sibling, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +86,8 @@ class AbortSequence:
     """
 
     seq_id: SequenceId
+    index: int | None = None
+    """One choice alone; the others go on. None: all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +97,26 @@ class ReleaseSequence:
     seq_id: SequenceId
 
 
+@dataclass(frozen=True, slots=True)
+class InvalidateCache:
+    """No sequence that comes later hits what the prefix cache holds now. Not answered.
+
+    Running sequences go on, and what they computed does not enter the cache under a stale name.
+    """
+
+    token_ids: tuple[int, ...] | None = None
+    """The prefix whose blocks, and all that go on from them, are meant; None: everything."""
+    cache_salt: str | None = None
+
+
 Command = (
-    AddSequence | ReserveSequence | AdmitSequence | RecomputeSequence | AbortSequence | ReleaseSequence
+    AddSequence
+    | ReserveSequence
+    | AdmitSequence
+    | RecomputeSequence
+    | AbortSequence
+    | ReleaseSequence
+    | InvalidateCache
 )
 
 
@@ -114,6 +151,19 @@ class TokensSampled:
     tokens: tuple[Token, ...]
     finish_reason: FinishReason | None
     num_cached_tokens: int
+    index: int = 0
+    """Which choice; the sequence is gone when all its choices have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Log-probabilities of the prompt's next tokens; the very first token of a prompt has none.
+
+    In order, and all of them before the sequence's first `TokensSampled`.
+    """
+
+    seq_id: SequenceId
+    tokens: tuple[Token, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,4 +174,4 @@ class SequenceFailed:
     error: SplitserveError
 
 
-Event = BlocksAllocated | PrefillProgressed | TokensSampled | SequenceFailed
+Event = BlocksAllocated | PrefillProgressed | PromptScored | TokensSampled | SequenceFailed

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 from engine.arrivals import finish_reason
-from engine.messages import Event, PrefillProgressed, TokensSampled
+from engine.choices import hold_together, part_by_first_token, part_by_last_token
+from engine.messages import Event, PrefillProgressed, PromptScored, TokensSampled
 from engine.plan import Slice, StepPlan, StepResult
 from engine.roster import Roster
 from engine.sequence import Sequence
@@ -25,8 +26,8 @@ def apply_result(roster: Roster, plan: StepPlan, result: StepResult, events: lis
         return
     num_decodes = plan.num_decodes
     _apply_decodes(roster, plan.slices[:num_decodes], result.tokens[:num_decodes], events)
-    for chunk, token in zip(plan.slices[num_decodes:], result.tokens[num_decodes:], strict=True):
-        _apply_chunk(roster, chunk, token, events)
+    for position in range(num_decodes, len(plan.slices)):
+        _apply_chunk(roster, plan.slices[position], position, result, events)
     roster.counters.num_steps += 1
 
 
@@ -46,25 +47,57 @@ def _apply_decodes(
             reason = finish_reason(sequence)
             if reason is not None:
                 finished.append(sequence)
-        events.append(TokensSampled(sequence.seq_id, (token,), reason, sequence.num_cached))
+        events.append(TokensSampled(sequence.seq_id, (token,), reason, sequence.num_cached, sequence.index))
     for sequence in finished:
         roster.finish(sequence)
     roster.counters.generated_tokens += len(tokens)
 
 
-def _apply_chunk(roster: Roster, chunk: Slice, token: Token | None, events: list[Event]) -> None:
-    sequence = chunk.sequence
+def _apply_chunk(
+    roster: Roster, chunk: Slice, position: int, result: StepResult, events: list[Event]
+) -> None:
+    sequence, token = chunk.sequence, result.tokens[position]
     if chunk.samples != (token is not None):
         raise EngineFault(f"a chunk that samples ({chunk.samples}) gave the wrong kind of result")
+    _tell_scores(chunk, result.prompt_logprobs.get(position, ()), events)
     sequence.num_computed += chunk.num_tokens
-    roster.tables.register(sequence)
+    roster.cache.register(sequence)
     roster.counters.prompt_tokens_computed += chunk.num_tokens
-    reason = None if token is None else _append(roster, sequence, token)
-    if sequence.hold and reason is None:
-        events.append(PrefillProgressed(sequence.seq_id, sequence.num_computed))
     if token is not None:
-        events.append(TokensSampled(sequence.seq_id, (token,), reason, sequence.num_cached))
-        _after_first_token(roster, sequence, reason)
+        _apply_first_tokens(roster, sequence, [token, *result.siblings.get(position, ())], events)
+    elif sequence.hold:
+        events.append(PrefillProgressed(sequence.seq_id, sequence.num_computed))
+
+
+def _tell_scores(chunk: Slice, scores: Items[Token], events: list[Event]) -> None:
+    """Tell the scores that were not told before a preemption."""
+    sequence = chunk.sequence
+    stop = min(sequence.num_computed + chunk.num_tokens, sequence.num_prompt_tokens - 1)
+    start = max(sequence.num_computed, sequence.num_scored)
+    if start >= stop:
+        return
+    if len(scores) != stop - sequence.num_computed:
+        raise EngineFault(f"{len(scores)} prompt tokens are scored, not {stop - sequence.num_computed}")
+    events.append(PromptScored(sequence.seq_id, tuple(scores[start - stop :])))
+    sequence.num_scored = stop
+
+
+def _apply_first_tokens(
+    roster: Roster, sequence: Sequence, tokens: Items[Token], events: list[Event]
+) -> None:
+    """The sequence and its siblings, if any, part: one of the tokens is for each."""
+    choices = [sequence, *sequence.siblings]
+    if len(choices) != len(tokens):
+        raise EngineFault(f"{len(choices)} choices gave {len(tokens)} first tokens")
+    reasons = [_append(roster, choice, token) for choice, token in zip(choices, tokens, strict=True)]
+    if sequence.hold and None in reasons:
+        events.append(PrefillProgressed(sequence.seq_id, sequence.num_computed))
+    for choice, token, reason in zip(choices, tokens, reasons, strict=True):
+        events.append(
+            TokensSampled(sequence.seq_id, (token,), reason, sequence.num_cached, choice.index)
+        )
+    living = [choice for choice, reason in zip(choices, reasons, strict=True) if reason is None]
+    _after_first_tokens(roster, sequence, living)
 
 
 def _append(roster: Roster, sequence: Sequence, token: Token) -> FinishReason | None:
@@ -73,10 +106,13 @@ def _append(roster: Roster, sequence: Sequence, token: Token) -> FinishReason | 
     return finish_reason(sequence)
 
 
-def _after_first_token(roster: Roster, sequence: Sequence, reason: FinishReason | None) -> None:
-    if reason is not None:
-        roster.finish(sequence)
-    elif sequence.hold:
-        roster.hold(sequence)
-    else:
+def _after_first_tokens(roster: Roster, sequence: Sequence, living: list[Sequence]) -> None:
+    if sequence.hold and living:
+        hold_together(roster, sequence, living)
+        return
+    part_by_first_token(roster, sequence, [choice for choice in living if choice is not sequence])
+    part_by_last_token(roster, sequence)
+    if sequence in living:
         roster.start_decoding(sequence)
+    else:
+        roster.finish(sequence)

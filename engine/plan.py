@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from engine.sequence import Sequence
 from protocol.generation import Token
+from protocol.ids import BlockId, HostBlockId
 
 
 class Slice(NamedTuple):
     """One sequence's part of a step: compute `num_tokens` tokens from `sequence.num_computed` on.
 
     `sequence.block_table` already covers them. A token is sampled when the slice reaches the end of
-    `sequence.token_ids`.
+    `sequence.token_ids`, and then one for each of `sequence.siblings`, from the same logits row.
     """
 
     sequence: Sequence
@@ -27,13 +29,26 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The slices of one step, decodes first."""
+    """The moves and the slices of one step, decodes first.
+
+    Carried out in this order: all of `swaps_out`, of `swaps_in`, of `copies` (each in order), then the
+    slices. A plan may have moves and no slices.
+    """
 
     slices: Items[Slice]
     num_tokens: int
     """Sum over the slices."""
     num_decodes: int = 0
     """The first so many slices are sequences with one pending token that were decoding before."""
+    copies: Items[tuple[BlockId, BlockId]] = ()
+    """(source, destination), both in the device pool."""
+    swaps_out: Items[tuple[BlockId, HostBlockId]] = ()
+    swaps_in: Items[tuple[HostBlockId, BlockId]] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is to be done."""
+        return not (self.slices or self.copies or self.swaps_out or self.swaps_in)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +56,13 @@ class StepResult:
     """One entry per slice of the plan, in its order: the sampled token, or None where none was due."""
 
     tokens: Items[Token | None]
+    siblings: Mapping[int, Items[Token]] = field(default_factory=dict)
+    """Position of a slice that samples -> the tokens of its sequence's siblings, in their order."""
+    prompt_logprobs: Mapping[int, Items[Token]] = field(default_factory=dict)
+    """Position of a slice -> the prompt tokens that follow the positions which it computed, scored.
+
+    A slice over positions [start, stop) of a prompt of n tokens scores tokens start + 1 .. min(stop, n - 1).
+    """
 
 
 class Executor(Protocol):
@@ -50,4 +72,4 @@ class Executor(Protocol):
     """
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Write the KV of every slice's tokens, and sample where a slice is due."""
+        """Move blocks, write the KV of every slice's tokens, and sample where a slice is due."""

@@ -20,12 +20,14 @@ _DIGEST_BYTES = 16
 
 
 class BlockKey(NamedTuple):
-    """A full block's name with what it stands for: a hit counts only when all three are equal."""
+    """A full block's name with what it stands for: a hit counts only when all of it is equal."""
 
     block_hash: BlockHash
     parent_hash: BlockHash
     packed_token_ids: bytes
     """The block's token ids, 4 bytes each, little-endian."""
+    is_first: bool
+    """It is the first block of its sequence, so its parent is a salt and no block."""
 
 
 def root_hash(cache_salt: str) -> BlockHash:
@@ -33,11 +35,15 @@ def root_hash(cache_salt: str) -> BlockHash:
     return BlockHash(blake2b(cache_salt.encode(), digest_size=_DIGEST_BYTES).digest())
 
 
-def block_key(parent_hash: BlockHash, token_ids: Items[int]) -> BlockKey:
+def pack(token_ids: Items[int]) -> bytes:
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def block_key(parent_hash: BlockHash, token_ids: Items[int], *, is_first: bool = False) -> BlockKey:
     """Name the full block that holds `token_ids` and follows the block named `parent_hash`."""
-    packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
+    packed = pack(token_ids)
     digest = blake2b(parent_hash + packed, digest_size=_DIGEST_BYTES).digest()
-    return BlockKey(BlockHash(digest), parent_hash, packed)
+    return BlockKey(BlockHash(digest), parent_hash, packed, is_first)
 
 
 def extend_block_keys(
@@ -46,6 +52,7 @@ def extend_block_keys(
     """Grow the chain `keys` in place until it names the first `num_blocks` full blocks of `token_ids`."""
     parent_hash = keys[-1].block_hash if keys else root_hash(cache_salt)
     for index in range(len(keys), num_blocks):
-        key = block_key(parent_hash, token_ids[index * block_size : (index + 1) * block_size])
+        part = token_ids[index * block_size : (index + 1) * block_size]
+        key = block_key(parent_hash, part, is_first=index == 0)
         keys.append(key)
         parent_hash = key.block_hash

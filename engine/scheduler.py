@@ -6,21 +6,19 @@ demand, except for `hold` and reserved sequences, whose blocks others read or wr
 at once and are never preempted in that role.
 
 When blocks run out, a sequence takes them from the last one behind it in the policy's order, which
-starts over later; with nobody behind it, it stalls. So the first sequence always runs on, and nobody
+waits again; with nobody behind it, it stalls. So the first sequence always runs on, and nobody
 loses work for someone behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+from engine.admission import Admission
 from engine.config import SchedulerConfig
-from engine.messages import BlocksAllocated, Event
+from engine.messages import Event
 from engine.plan import Slice, StepPlan
 from engine.policy import choose_victim
 from engine.roster import Roster
-from engine.sequence import Sequence, SequenceState
-from protocol.ids import BlockId, SequenceId
+from engine.sequence import Sequence
 
 
 class Scheduler:
@@ -30,74 +28,82 @@ class Scheduler:
         self._config = config
         self._roster = roster
         self._tables = roster.tables
-        self._allocations: list[Event] = []
+        self._admission = Admission(config, roster)
 
     def schedule(self) -> StepPlan:
         """Decide the next step; the tables cover all of it when this returns."""
+        self._admission.look_at_watermarks()
         stalled = self._grow_decodes()
+        self._admission.make_way()
         chunks = self._plan_chunks(self._prefill_budget())
-        chunks += self.admit(self._prefill_budget() - sum(chunk.num_tokens for chunk in chunks))
-        # Only now: making room for a chunk may have preempted a decode.
+        chunks += self._admission.admit(self._prefill_budget() - sum(chunk.num_tokens for chunk in chunks))
+        # Only now: making room for a chunk may have preempted a decode, and one may be back from the host.
         decodes = list(self._roster.decodes.values())
         if stalled:
-            decodes = [decode for decode in decodes if decode.sequence.seq_id not in stalled]
-        num_tokens = len(decodes) + sum(chunk.num_tokens for chunk in chunks)
-        return StepPlan(decodes + chunks, num_tokens, len(decodes))
+            decodes = [decode for decode in decodes if decode.sequence not in stalled]
+        return self._plan(decodes, chunks)
 
-    def admit(self, budget: int) -> list[Slice]:
-        """Admit the first ones that wait while seats, blocks and tokens last; nobody is overtaken.
-
-        Returns their first chunks. A reserved sequence takes no tokens, so it needs no budget.
-        """
-        chunks: list[Slice] = []
-        while (sequence := self._roster.waiting.first) is not None and self._has_seat():
-            if sequence.state is SequenceState.RESERVING:
-                if not self._admit_whole(sequence, len(sequence.token_ids) - 1):
-                    break
-                continue
-            if budget <= 0 or not self._admit_running(sequence, budget):
-                break
-            chunks.append(Slice(sequence, min(sequence.num_pending, budget)))
-            budget -= chunks[-1].num_tokens
-        return chunks
+    def reserve_waiting(self) -> None:
+        """Give blocks to reserved sequences between steps, as far as it is their turn."""
+        self._admission.admit(budget=0)
 
     def take_allocations(self) -> list[Event]:
         """Return the allocations since the last call; they come before all else about their sequences."""
-        allocations, self._allocations = self._allocations, []
-        return allocations
+        return self._admission.take_allocations()
 
-    # ---- Those that run ----
+    def _plan(self, decodes: list[Slice], chunks: list[Slice]) -> StepPlan:
+        moves = self._roster.moves
+        num_tokens = len(decodes) + sum(chunk.num_tokens for chunk in chunks)
+        if not (moves.copies or moves.swaps_out or moves.swaps_in):
+            return StepPlan(decodes + chunks, num_tokens, len(decodes))
+        copies = tuple(moves.copies.values())
+        plan = StepPlan(
+            decodes + chunks, num_tokens, len(decodes), copies, tuple(moves.swaps_out), tuple(moves.swaps_in)
+        )
+        self._roster.counters.copied_blocks += len(copies)
+        self._tables.release_copied()
+        moves.clear()
+        return plan
 
     def _prefill_budget(self) -> int:
         budget = self._config.max_num_batched_tokens - len(self._roster.decodes)
         limit = self._config.max_num_prefill_tokens
         return budget if limit is None else min(budget, limit)
 
-    def _grow_decodes(self) -> set[SequenceId]:
-        """Give every decode at a block boundary its next block; returns those that must sit out."""
-        decodes, block_size = self._roster.decodes, self._config.block_size
-        due = [sequence for sequence, _ in decodes.values() if not sequence.num_computed % block_size]
+    def _grow_decodes(self) -> set[Sequence]:
+        """Give every decode a block of its own for its next token; returns those that must sit out."""
+        roster, block_size = self._roster, self._config.block_size
+        due = [sequence for sequence in roster.decodes if not sequence.num_computed % block_size]
         for sequence in due:
-            self._tables.register(sequence)
+            roster.cache.register(sequence)
+        due += [sequence for sequence in roster.newborn if sequence.num_computed % block_size]
         if self._tables.extend_each(due):
+            roster.newborn.clear()
             return set()
-        stalled: set[SequenceId] = set()
+        return self._grow_in_order(due)
+
+    def _grow_in_order(self, due: list[Sequence]) -> set[Sequence]:
+        """Blocks are short: the first ones take them from the last ones."""
+        stalled: set[Sequence] = set()
         for sequence in sorted(due, key=self._roster.policy.key):
-            if sequence.seq_id not in decodes:
+            if sequence not in self._roster.decodes:
                 continue  # preempted by one before it
-            if not self._make_room(sequence, 1):
-                stalled.add(sequence.seq_id)
+            if self._make_room(sequence, 1):
+                self._roster.newborn.pop(sequence, None)
+            else:
+                stalled.add(sequence)
         return stalled
 
     def _plan_chunks(self, budget: int) -> list[Slice]:
         prefills = self._roster.prefills
         chunks: list[Slice] = []
-        for sequence in sorted(prefills.values(), key=self._roster.policy.key):
+        for sequence in sorted(prefills, key=self._roster.policy.key):
             if budget <= 0:
                 break
-            if sequence.seq_id not in prefills:
+            if sequence not in prefills:
                 continue  # preempted by one before it
-            num_tokens = self._make_room(sequence, min(sequence.num_pending, budget))
+            num_tokens = min(sequence.num_pending, self._admission.chunk_size(sequence, budget))
+            num_tokens = self._make_room(sequence, num_tokens)
             if num_tokens:
                 chunks.append(Slice(sequence, num_tokens))
                 budget -= num_tokens
@@ -105,54 +111,10 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> int:
         """Extend the table for the next `num_tokens` tokens; returns for how many that worked."""
-        while not self._tables.extend(sequence, sequence.num_computed + num_tokens):
-            victim = choose_victim(self._roster.policy, self._preemptible(), sequence)
+        while num_tokens and not self._tables.extend(sequence, sequence.num_computed + num_tokens):
+            victim = choose_victim(self._roster.policy, self._roster.preemptible(), sequence)
             if victim is None:
-                num_tokens = max(self._tables.max_coverage(sequence) - sequence.num_computed, 0)
+                num_tokens = min(num_tokens, self._tables.max_pending(sequence))
             else:
                 self._roster.preempt(victim)
         return num_tokens
-
-    def _preemptible(self) -> Iterator[Sequence]:
-        yield from (decode.sequence for decode in self._roster.decodes.values())
-        yield from (sequence for sequence in self._roster.prefills.values() if not sequence.hold)
-
-    # ---- Those that wait ----
-
-    def _has_seat(self) -> bool:
-        return self._roster.num_seats_taken < self._config.max_num_seqs
-
-    def _admit_running(self, sequence: Sequence, budget: int) -> bool:
-        if sequence.hold:
-            return self._admit_whole(sequence, len(sequence.token_ids))
-        cached = self._tables.cached_prefix(sequence)
-        if not self._fits(cached, len(sequence.token_ids)):
-            return False
-        num_cached = len(cached) * self._config.block_size
-        first_chunk_end = min(num_cached + budget, len(sequence.token_ids))
-        self._roster.admit(sequence, cached, first_chunk_end)
-        return True
-
-    def _admit_whole(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Admit with blocks for `num_tokens` tokens, and announce them."""
-        cached = self._tables.cached_prefix(sequence)
-        if not self._fits(cached, num_tokens):
-            return False
-        self._roster.admit(sequence, cached, num_tokens)
-        self._allocations.append(
-            BlocksAllocated(sequence.seq_id, tuple(sequence.block_table), sequence.num_computed)
-        )
-        return True
-
-    def _fits(self, cached: list[BlockId], num_tokens: int) -> bool:
-        """Whether a table for all of a sequence's tokens leaves what others count on."""
-        num_blocks = self._config.blocks_for(num_tokens)
-        return self._tables.num_free_after(cached, num_blocks) >= self._num_spoken_for()
-
-    def _num_spoken_for(self) -> int:
-        """Free blocks that admitted prefills will need, and the watermark while anyone runs."""
-        promised = sum(
-            self._config.blocks_for(len(sequence.token_ids)) - len(sequence.block_table)
-            for sequence in self._roster.prefills.values()
-        )
-        return promised + (self._config.num_watermark_blocks if self._roster.num_running else 0)

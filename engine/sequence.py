@@ -4,10 +4,14 @@ The scheduler owns and mutates it; the runner reads it during `execute`, on the 
 A sequence has no phase: every step just lets `num_computed` chase `len(token_ids)`.
 
     WAITING --blocks--> RUNNING --finished--> gone
-       ^                   |  \\--first token of a `hold` sequence--> HELD --release--> gone
-       +---- preempted ----+
+       ^                |  |  \\--first token of a `hold` sequence--> HELD --release--> gone
+       +--- preempted --+  +--preempted by swap--> SWAPPED --blocks--> RUNNING
     RESERVING --blocks--> FETCHING --admit--> RUNNING
         \\--recompute--------+--recompute--> WAITING
+
+Several choices of one request are one sequence until they part: the first one carries the others, which
+have no state and no blocks, in `siblings` or `branches`. Born, each is a sequence of its own that shares
+the first one's blocks; a block that two would write is copied first.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from enum import StrEnum
 
 from engine.prefix_hash import BlockKey
 from protocol.generation import SamplingParams
-from protocol.ids import BlockId, SequenceId
+from protocol.ids import BlockId, HostBlockId, SequenceId
 
 
 class SequenceState(StrEnum):
@@ -26,6 +30,7 @@ class SequenceState(StrEnum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    SWAPPED = "swapped"
     HELD = "held"
     RESERVING = "reserving"
     FETCHING = "fetching"
@@ -66,6 +71,18 @@ class Sequence:
     """Names of the first full blocks, as far as they were needed."""
     num_registered_blocks: int = 0
     """Blocks of `block_table` that were offered to the prefix cache or came from it."""
+    index: int = 0
+    """Which choice of its request it is; choices share `seq_id` and `arrival_index`."""
+    siblings: list[Sequence] = field(default_factory=list)
+    """Unborn choices that part at the next sampled token: the same tokens, their own sampling."""
+    branches: list[Sequence] = field(default_factory=list)
+    """Unborn choices that parted at the last token: all tokens but that one are the same."""
+    host_table: list[HostBlockId] = field(default_factory=list)
+    """Where the KV of `num_computed` tokens is while it is SWAPPED."""
+    is_stale: bool = False
+    """The cache was invalidated under its blocks: until it starts over it neither gives nor takes there."""
+    num_scored: int = 0
+    """Prompt positions whose following token's log-probability was told or is not wanted."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -75,3 +92,17 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens whose KV is still to be computed."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def has_kv(self) -> bool:
+        """KV of its tokens was computed already, here or elsewhere."""
+        return self.state is not SequenceState.WAITING
+
+    @property
+    def num_unborn(self) -> int:
+        return len(self.siblings) + len(self.branches)
+
+    @property
+    def num_unscored(self) -> int:
+        """Prompt positions that must still be computed, not taken from the cache, to be scored."""
+        return self.num_prompt_tokens - 1 - self.num_scored

@@ -9,15 +9,16 @@ from engine.sequence import Sequence, SequenceState
 
 
 class WaitingQueue:
-    """WAITING and RESERVING sequences, first one first. Their tokens do not change while they wait."""
+    """WAITING, SWAPPED and RESERVING sequences, first one first. They do not change while they wait."""
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
         self._entries: list[tuple[OrderKey, Sequence]] = []
         self.num_reserving = 0
+        self.num_swapped = 0
         self.num_waiting = 0
         self.num_waiting_tokens = 0
-        """Tokens to be computed here: those of WAITING sequences."""
+        """Tokens to be computed here: those of WAITING and SWAPPED sequences."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -41,6 +42,9 @@ class WaitingQueue:
     def _count(self, sequence: Sequence, sign: int) -> None:
         if sequence.state is SequenceState.RESERVING:
             self.num_reserving += sign
+            return
+        if sequence.state is SequenceState.SWAPPED:
+            self.num_swapped += sign
         else:
             self.num_waiting += sign
-            self.num_waiting_tokens += sign * len(sequence.token_ids)
+        self.num_waiting_tokens += sign * sequence.num_pending

@@ -38,6 +38,8 @@ def sampling_to_wire(params: SamplingParams) -> pb.Sampling:
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
         logit_bias=dict(params.logit_bias),
+        prompt_logprobs=params.prompt_logprobs,
+        bad_words=[pb.TokenIds(token_ids=word) for word in params.bad_words],
     )
 
 
@@ -57,6 +59,8 @@ def sampling_from_wire(wire: pb.Sampling) -> SamplingParams:
         frequency_penalty=wire.frequency_penalty,
         repetition_penalty=wire.repetition_penalty,
         logit_bias=tuple(sorted(wire.logit_bias.items())),
+        prompt_logprobs=wire.prompt_logprobs if wire.HasField("prompt_logprobs") else None,
+        bad_words=tuple(tuple(word.token_ids) for word in wire.bad_words),
     )
 
 
@@ -69,6 +73,8 @@ def request_to_wire(request: GenerationRequest) -> pb.Request:
         deadline_s=request.deadline_s,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        n=request.n,
+        index=request.index,
     )
 
 
@@ -81,6 +87,8 @@ def request_from_wire(wire: pb.Request) -> GenerationRequest:
         deadline_s=wire.deadline_s,
         priority=wire.priority,
         cache_salt=wire.cache_salt,
+        n=wire.n or 1,
+        index=wire.index,
     )
 
 
@@ -140,6 +148,8 @@ def write_delta(delta: TokenDelta, wire: pb.TokenDelta) -> None:
             wire_token.top_logprobs.add(token_id=token_id, logprob=logprob)
     if delta.finish_reason is not None:
         wire.finish_reason = delta.finish_reason.value
+    if delta.index:
+        wire.index = delta.index
     if delta.receipt != _EMPTY_RECEIPT:
         wire.receipt.CopyFrom(receipt_to_wire(delta.receipt))
 
@@ -150,6 +160,7 @@ def delta_from_wire(wire: pb.TokenDelta) -> TokenDelta:
         tokens=tuple(token_from_wire(t) for t in wire.tokens),
         finish_reason=FinishReason(wire.finish_reason) if wire.finish_reason else None,
         receipt=receipt_from_wire(wire.receipt),
+        index=wire.index,
     )
 
 

@@ -7,6 +7,20 @@ from enum import StrEnum
 
 from protocol.ids import RequestId
 
+_SEED_MASK = (1 << 64) - 1
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of choice `index` of a request with several: choice i is the request of one choice
+    with this seed. Choice 0 keeps the request's own; the others get SplitMix64's output number `index`.
+    """
+    if index == 0:
+        return seed
+    mixed = (seed + index * 0x9E3779B97F4A7C15) & _SEED_MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _SEED_MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _SEED_MASK
+    return mixed ^ (mixed >> 31)
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended; the values are OpenAI's."""
@@ -44,6 +58,10 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    prompt_logprobs: int | None = None
+    """As `logprobs`, for the tokens of the prompt; the first one has none. Bypasses the prefix cache."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that may not appear: the last token of one is banned after the rest of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +79,11 @@ class GenerationRequest:
     """Smaller is served first."""
     cache_salt: str = ""
     """Prefix-cache blocks are shared only between requests with the same salt."""
+    n: int = 1
+    """Choices: independent continuations of the one prompt, with `choice_seed(sampling.seed, i)`."""
+    index: int = 0
+    """Number of the first choice. A choice that goes on by itself keeps its number, and
+    `sampling.seed` is its own by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +112,11 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """What one engine step added to one request."""
+    """What one engine step added to one choice of a request."""
 
     request_id: RequestId
     tokens: tuple[Token, ...] = ()
     finish_reason: FinishReason | None = None
     receipt: Receipt = field(default_factory=Receipt)
+    index: int = 0
+    """Which choice of the request."""

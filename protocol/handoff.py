@@ -12,8 +12,8 @@ from enum import StrEnum
 
 from protocol.ids import BlockId, TicketId, WorkerIdentity
 
-WIRE_VERSION = 1
-"""Raised with every change of meaning on the wire. History: 1 = first."""
+WIRE_VERSION = 2
+"""Raised with every change of meaning on the wire. History: 1 = first, 2 = several choices a request."""
 
 
 @dataclass(frozen=True, slots=True)

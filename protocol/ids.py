@@ -21,6 +21,9 @@ WorkerId = NewType("WorkerId", str)
 BlockId = NewType("BlockId", int)
 """Index of a block in one rank's KV pool. 0 is the null block and is never handed out."""
 
+HostBlockId = NewType("HostBlockId", int)
+"""Index of a block in the host pool that preempted sequences are swapped to; 0 is a block like any other."""
+
 
 class Role(StrEnum):
     """What a worker does."""

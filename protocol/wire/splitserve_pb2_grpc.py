@@ -320,6 +320,11 @@ class WorkerAdminStub:
                 request_serializer=protocol_dot_wire_dot_splitserve__pb2.MetricsRequest.SerializeToString,
                 response_deserializer=protocol_dot_wire_dot_splitserve__pb2.MetricsReply.FromString,
                 _registered_method=True)
+        self.InvalidateCache = channel.unary_unary(
+                '/splitserve.v1.WorkerAdmin/InvalidateCache',
+                request_serializer=protocol_dot_wire_dot_splitserve__pb2.InvalidateCacheRequest.SerializeToString,
+                response_deserializer=protocol_dot_wire_dot_splitserve__pb2.InvalidateCacheReply.FromString,
+                _registered_method=True)
 
 
 class WorkerAdminServicer:
@@ -337,6 +342,13 @@ class WorkerAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def InvalidateCache(self, request, context):
+        """No later request finds what the prefix cache holds now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -349,6 +361,11 @@ def add_WorkerAdminServicer_to_server(servicer, server):
                     servicer.Metrics,
                     request_deserializer=protocol_dot_wire_dot_splitserve__pb2.MetricsRequest.FromString,
                     response_serializer=protocol_dot_wire_dot_splitserve__pb2.MetricsReply.SerializeToString,
+            ),
+            'InvalidateCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.InvalidateCache,
+                    request_deserializer=protocol_dot_wire_dot_splitserve__pb2.InvalidateCacheRequest.FromString,
+                    response_serializer=protocol_dot_wire_dot_splitserve__pb2.InvalidateCacheReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -405,6 +422,33 @@ class WorkerAdmin:
             '/splitserve.v1.WorkerAdmin/Metrics',
             protocol_dot_wire_dot_splitserve__pb2.MetricsRequest.SerializeToString,
             protocol_dot_wire_dot_splitserve__pb2.MetricsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def InvalidateCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitserve.v1.WorkerAdmin/InvalidateCache',
+            protocol_dot_wire_dot_splitserve__pb2.InvalidateCacheRequest.SerializeToString,
+            protocol_dot_wire_dot_splitserve__pb2.InvalidateCacheReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -115,12 +115,16 @@ class WorkerAdminStub:
     def __new__(cls, channel: _aio.Channel) -> WorkerAdminAsyncStub: ...
     Describe: _grpc.UnaryUnaryMultiCallable[_splitserve_pb2.DescribeRequest, _splitserve_pb2.WorkerRecord]
     Metrics: _grpc.UnaryUnaryMultiCallable[_splitserve_pb2.MetricsRequest, _splitserve_pb2.MetricsReply]
+    InvalidateCache: _grpc.UnaryUnaryMultiCallable[_splitserve_pb2.InvalidateCacheRequest, _splitserve_pb2.InvalidateCacheReply]
+    """No later request finds what the prefix cache holds now."""
 
 @_typing.type_check_only
 class WorkerAdminAsyncStub(WorkerAdminStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Describe: _aio.UnaryUnaryMultiCallable[_splitserve_pb2.DescribeRequest, _splitserve_pb2.WorkerRecord]  # type: ignore[assignment]
     Metrics: _aio.UnaryUnaryMultiCallable[_splitserve_pb2.MetricsRequest, _splitserve_pb2.MetricsReply]  # type: ignore[assignment]
+    InvalidateCache: _aio.UnaryUnaryMultiCallable[_splitserve_pb2.InvalidateCacheRequest, _splitserve_pb2.InvalidateCacheReply]  # type: ignore[assignment]
+    """No later request finds what the prefix cache holds now."""
 
 class WorkerAdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -136,5 +140,13 @@ class WorkerAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _splitserve_pb2.MetricsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_splitserve_pb2.MetricsReply, _abc.Awaitable[_splitserve_pb2.MetricsReply]]: ...
+
+    @_abc_1.abstractmethod
+    def InvalidateCache(
+        self,
+        request: _splitserve_pb2.InvalidateCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_splitserve_pb2.InvalidateCacheReply, _abc.Awaitable[_splitserve_pb2.InvalidateCacheReply]]:
+        """No later request finds what the prefix cache holds now."""
 
 def add_WorkerAdminServicer_to_server(servicer: WorkerAdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -36,7 +36,7 @@ class Engine:
     def __init__(self, vocab_size: int = 50, **settings: object) -> None:
         defaults: dict[str, object] = {
             "num_blocks": 65, "max_model_len": 200, "block_size": 4, "max_num_seqs": 8,
-            "max_num_batched_tokens": 32, "watermark": 0.0,
+            "max_num_batched_tokens": 32, "low_watermark": 0.0, "high_watermark": 0.0,
         }  # fmt: skip
         self.config = SchedulerConfig(**{**defaults, **settings})  # type: ignore[arg-type]
         self.executor = FakeExecutor(self.config.block_size, vocab_size)

@@ -14,7 +14,7 @@ def chain(*blocks: tuple[int, ...]) -> list[BlockKey]:
     keys: list[BlockKey] = []
     parent = root_hash("")
     for tokens in blocks:
-        keys.append(block_key(parent, tokens))
+        keys.append(block_key(parent, tokens, is_first=not keys))
         parent = keys[-1].block_hash
     return keys
 

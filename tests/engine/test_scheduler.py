@@ -79,7 +79,7 @@ def test_admission_is_in_order_of_arrival_and_nobody_overtakes() -> None:
 
 
 def test_a_watermark_leaves_room_for_growth_while_others_run() -> None:
-    engine = Engine(num_blocks=11, watermark=0.3)
+    engine = Engine(num_blocks=11, low_watermark=0.3, high_watermark=0.3)
     engine.add("a", prompt(16), greedy(2))
     engine.add("b", prompt(16, 50), greedy(2))  # 4 blocks fit in the 6 left, but leave 2 < 3
     engine.step()
@@ -89,7 +89,7 @@ def test_a_watermark_leaves_room_for_growth_while_others_run() -> None:
 
 
 def test_a_sequence_that_needs_the_whole_pool_runs_alone_despite_the_watermark() -> None:
-    engine = Engine(num_blocks=11, watermark=0.5)
+    engine = Engine(num_blocks=11, low_watermark=0.5, high_watermark=0.5)
     engine.add("a", prompt(38), greedy(3))
     engine.run()
     assert engine.tokens["a"] == engine.expected(prompt(38), 3)
@@ -279,9 +279,13 @@ def test_a_prefill_that_lacks_blocks_goes_as_far_as_they_last() -> None:
         ({"max_num_waiting": 0}, "max_num_waiting is 0"),
         ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "raise it or lower max_num_seqs"),
         ({"max_num_prefill_tokens": 0}, "max_num_prefill_tokens is 0"),
-        ({"watermark": 1.0}, "watermark is 1.0"),
+        ({"low_watermark": 1.0}, "low_watermark is 1.0"),
+        ({"low_watermark": 0.3, "high_watermark": 0.2}, "raise it"),
+        ({"preemption": "wish"}, "choose one of recompute, swap"),
+        ({"num_host_blocks": -1}, "num_host_blocks is -1"),
+        ({"ageing_tokens": 0}, "ageing_tokens is 0"),
         ({"overload_retry_after_s": 0.0}, "overload_retry_after_s is 0"),
-        ({"policy": "lottery"}, "choose one of fcfs"),
+        ({"policy": "lottery"}, "choose one of fcfs, priority"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_with_what_to_do(
