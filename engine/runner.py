@@ -7,17 +7,20 @@ batch 1 a step's preparation must cost microseconds.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.host_kv_pool import HostKvPool
 from engine.kv_cache import KvCache
-from engine.model import DecoderModel
+from engine.model import DecoderModel, HiddenState
 from engine.ops import BatchLayout
 from engine.plan import Slice, StepPlan, StepResult
-from engine.sampling import Sampler
+from engine.sampling import Sampler, score_prompts
 from engine.sequence import Sequence
+from protocol.errors import EngineFault
 from protocol.generation import SamplingParams, Token
 from protocol.ids import SequenceId
 
@@ -27,21 +30,24 @@ NULL_BLOCK = 0
 class ModelRunner:
     """Owns the path from plan to tokens. Used by the engine thread only; keeps nothing between steps."""
 
-    def __init__(self, model: DecoderModel, kv_cache: KvCache, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        model: DecoderModel,
+        kv_cache: KvCache,
+        eos_token_ids: tuple[int, ...],
+        host_pool: HostKvPool | None = None,
+    ) -> None:
+        """`host_pool` is where plans that swap do it; without one they are faults."""
         self._model = model
         self._kv_cache = kv_cache
+        self._host_pool = host_pool
         self._sampler = Sampler(eos_token_ids)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Write the KV of every slice's tokens, and sample where a slice is due."""
-        if not plan.slices:
-            return StepResult(())
+        """Move blocks, write the KV of every slice's tokens, and sample and score where it is due."""
         with torch.inference_mode():
-            logits = self._forward(plan.slices)
-            sampling = [part.sequence for part in plan.slices if part.samples]
-            tokens = iter(self._sampler.sample(logits[: len(sampling)], sampling))
-        result: list[Token | None] = [next(tokens) if part.samples else None for part in plan.slices]
-        return StepResult(result)
+            self._move(plan)
+            return self._compute(plan.slices) if plan.slices else StepResult(())
 
     def warm_up(self, num_tokens: int = 64) -> None:
         """Run a prefill and a decode into the null block, so that the first request finds all warm."""
@@ -58,21 +64,51 @@ class ModelRunner:
         sequence.token_ids.append(0)
         self.execute(StepPlan([Slice(sequence, 1)], 1))
 
-    def _forward(self, slices: Items[Slice]) -> torch.Tensor:
-        """Logits of the sampling slices' last rows; a few rows of padding may follow."""
-        multiple = self._model.ops.row_multiple
-        layout = make_layout(slices, self._kv_cache.block_size, multiple)
-        token_ids = _gather_token_ids(slices, layout.num_rows)
-        last_rows = layout.query_starts[1:] - 1
-        sampled = last_rows[[part.samples for part in slices]].astype(np.int64)
-        sampled = np.pad(sampled, (0, -len(sampled) % multiple))
-        device = self._model.device
-        return self._model.forward(
-            torch.from_numpy(token_ids).to(device),
-            torch.from_numpy(layout.positions).to(device),
+    def _move(self, plan: StepPlan) -> None:
+        if plan.swaps_out or plan.swaps_in:
+            if self._host_pool is None:
+                raise EngineFault("the plan swaps, but there is no host pool")
+            self._host_pool.swap_out(plan.swaps_out)
+            self._host_pool.swap_in(plan.swaps_in)
+        self._kv_cache.copy_blocks(plan.copies)
+
+    def _compute(self, slices: Items[Slice]) -> StepResult:
+        layout = make_layout(slices, self._kv_cache.block_size, self._model.ops.row_multiple)
+        hidden = self._model.forward(
+            self._to_device(_gather_token_ids(slices, layout.num_rows)),
+            self._to_device(layout.positions),
             self._model.ops.attention(layout, self._kv_cache.blocks),
-            torch.from_numpy(sampled).to(device),
         )
+        scores = score_prompts(slices, layout.query_starts, lambda rows: self._logits(hidden, rows))
+        last_rows = layout.query_starts[1:] - 1
+        due = [position for position, part in enumerate(slices) if part.samples]
+        logits = self._logits(hidden, last_rows[due].astype(np.int64))
+        sampled = self._sample(logits, [slices[position].sequence for position in due])
+        tokens: list[Token | None] = [None] * len(slices)
+        siblings: dict[int, Items[Token]] = {}
+        for position, (token, *others) in zip(due, sampled, strict=True):
+            tokens[position] = token
+            if others:
+                siblings[position] = others
+        return StepResult(tokens, siblings, scores)
+
+    def _sample(self, logits: torch.Tensor, sequences: Items[Sequence]) -> list[list[Token]]:
+        """Per row of `logits` the token of its sequence, then one for each of the sequence's siblings."""
+        choices = [choice for sequence in sequences for choice in (sequence, *sequence.siblings)]
+        counts = [1 + len(sequence.siblings) for sequence in sequences]
+        if len(choices) > len(sequences):
+            owners = np.repeat(np.arange(len(sequences)), counts)
+            logits = logits.index_select(0, self._to_device(owners))
+        tokens = iter(self._sampler.sample(logits, choices))
+        return [list(islice(tokens, count)) for count in counts]
+
+    def _logits(self, hidden: HiddenState, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Float32 logits [len(rows), vocab], contiguous."""
+        padded = np.pad(rows, (0, -len(rows) % self._model.ops.row_multiple))
+        return self._model.logits(hidden, self._to_device(padded))[: len(rows)]
+
+    def _to_device(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._model.device)
 
 
 def make_layout(slices: Items[Slice], block_size: int, row_multiple: int) -> BatchLayout:

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 from engine.model.config import ModelConfig, RopeConfig
 
 if TYPE_CHECKING:
-    from engine.model.decoder import DecoderModel
+    from engine.model.decoder import DecoderModel, HiddenState
 
-__all__ = ["DecoderModel", "ModelConfig", "RopeConfig"]
+__all__ = ["DecoderModel", "HiddenState", "ModelConfig", "RopeConfig"]
 
 
 def __getattr__(name: str) -> type:
-    if name == "DecoderModel":
-        from engine.model.decoder import DecoderModel
+    if name in {"DecoderModel", "HiddenState"}:
+        from engine.model import decoder
 
-        return DecoderModel
+        found: type = getattr(decoder, name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

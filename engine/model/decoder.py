@@ -34,6 +34,14 @@ class _Layer:
     window: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class HiddenState:
+    """What the last layer leaves, both [rows, hidden]; the norm and the head come per wanted row."""
+
+    delta: torch.Tensor | None
+    residual: torch.Tensor
+
+
 class DecoderModel:
     """Computes logits from token ids, positions and a paged cache. Stateless between calls.
 
@@ -65,16 +73,12 @@ class DecoderModel:
         self._cos, self._sin = cos.to(device), sin.to(device)
 
     def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: StepAttention,
-        sampled_rows: torch.Tensor,
-    ) -> torch.Tensor:
-        """Write the KV of all rows; return the float32 logits [len(sampled_rows), vocab].
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
+    ) -> HiddenState:
+        """Write the KV of all rows; return what `logits` needs.
 
-        `token_ids` and `positions` are int64 [rows]. The lengths of both and of `sampled_rows` are
-        multiples of `ops.row_multiple`. Call it under `torch.inference_mode`.
+        `token_ids` and `positions` are int64 [rows], a multiple of `ops.row_multiple`. Call it under
+        `torch.inference_mode`.
         """
         residual = self._embedding.index_select(0, token_ids)
         rotation = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
@@ -84,7 +88,15 @@ class DecoderModel:
             x = self._attend(index, x, rotation, attention)
             x, residual = self._add_norm(x, residual, layer.mlp_norm)
             delta = self.ops.linear(self.ops.silu_mul(self.ops.linear(x, layer.gate_up)), layer.down)
-        return self._sample_logits(delta, residual, sampled_rows)
+        return HiddenState(delta, residual)
+
+    def logits(self, hidden: HiddenState, rows: torch.Tensor) -> torch.Tensor:
+        """The float32 logits [len(rows), vocab] of some rows (int64, a multiple of `ops.row_multiple`)."""
+        if not len(rows):
+            return torch.empty(0, self.config.vocab_size, device=self.device)
+        delta = None if hidden.delta is None else hidden.delta.index_select(0, rows)
+        x, _ = self._add_norm(delta, hidden.residual.index_select(0, rows), self._norm)
+        return self.ops.logits(x, self._head)
 
     def _add_norm(
         self, delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor
@@ -117,15 +129,6 @@ class DecoderModel:
         queries = self.ops.rms_norm(queries_keys[:, :num_heads], layer.q_norm, eps)
         keys = self.ops.rms_norm(queries_keys[:, num_heads:], layer.k_norm, eps)
         return torch.cat([queries, keys], 1)
-
-    def _sample_logits(
-        self, delta: torch.Tensor | None, residual: torch.Tensor, rows: torch.Tensor
-    ) -> torch.Tensor:
-        if not len(rows):
-            return torch.empty(0, self.config.vocab_size, device=self.device)
-        sampled = None if delta is None else delta.index_select(0, rows)
-        x, _ = self._add_norm(sampled, residual.index_select(0, rows), self._norm)
-        return self.ops.logits(x, self._head)
 
 
 class _WeightReader:

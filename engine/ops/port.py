@@ -57,7 +57,8 @@ class StepAttention(Protocol):
         """Causal attention of `queries` [rows, heads, head_dim] over the cache; same shape back.
 
         With a `window` a token sees the last `window` positions, its own included. Scores are scaled
-        by 1/sqrt(head_dim). `write` of the same layer comes first.
+        by 1/sqrt(head_dim). `write` of the same layer comes first. Slots that no query of a sequence
+        may see can hold anything, NaN included: a failed transfer leaves what it will in freed blocks.
         """
 
 

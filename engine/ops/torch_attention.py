@@ -9,7 +9,8 @@ tiles. What keeps the bits the same however a sequence is cut or grouped:
   matrix product is KEY_TILE (a longer one is cut by the library at places that depend on its length);
 * products have at least MIN_ROWS rows (for fewer, MKL takes other kernels).
 
-Stale numbers in unused slots are multiplied by 0, so the cache must never hold NaN or infinity.
+Slots that no query of a sequence sees may hold anything, so what is gathered from them is zeroed: a NaN
+among the keys would outlive the mask, and one among the values the probability 0.
 """
 
 from __future__ import annotations
@@ -43,6 +44,27 @@ class _QueryTile:
 
 
 @dataclass(frozen=True, slots=True)
+class _Unseen:
+    """Gathered keys that no query of their sequence sees."""
+
+    num_before: int  # so many at the start, and those from `start_after` on, of all sequences
+    start_after: int
+    rows: torch.Tensor | None  # or these of [sequences * kv_heads * keys], when they differ
+
+    def zero(self, gathered: torch.Tensor) -> None:
+        """`gathered`: keys or values, [sequences * kv_heads, keys, head_dim]. Two slices are quicker
+        for a lone sequence, and one scatter for many.
+        """
+        if self.rows is not None:
+            gathered.view(-1, gathered.shape[2]).index_fill_(0, self.rows, 0.0)
+            return
+        if self.num_before:
+            gathered[:, : self.num_before].zero_()
+        if self.start_after < gathered.shape[1]:
+            gathered[:, self.start_after :].zero_()
+
+
+@dataclass(frozen=True, slots=True)
 class _Group:
     """Sequences with equally many queries, computed as one batch."""
 
@@ -50,6 +72,7 @@ class _Group:
     num_sequences: int
     num_queries: int
     key_rows: torch.Tensor  # [sequences * kv_heads * blocks], rows of the flat cache at layer 0
+    unseen: _Unseen
     tiles: tuple[_QueryTile, ...]
 
 
@@ -126,6 +149,7 @@ class TorchAttention:
             num_sequences=len(sequences),
             num_queries=num_queries,
             key_rows=self._key_rows(sequences, first_keys, num_keys),
+            unseen=self._find_unseen(ends - first_keys, num_queries, num_keys, window),
             tiles=tuple(
                 self._make_tile(ends - first_keys - num_queries, start, num_queries, num_keys, window)
                 for start in range(0, num_queries, QUERY_TILE)
@@ -142,6 +166,20 @@ class TorchAttention:
         heads = np.arange(self._num_kv_heads, dtype=np.int64)[None, :, None]
         stride = self._num_layers * 2 * self._num_kv_heads
         return self._to_device(blocks[:, None, :] * stride + heads).view(-1)
+
+    def _find_unseen(
+        self, stops: npt.NDArray[np.int64], num_queries: int, num_keys: int, window: int | None
+    ) -> _Unseen:
+        """`stops`: [sequences], one past the last query among each sequence's gathered keys."""
+        starts = np.zeros_like(stops)
+        if window is not None:
+            starts = np.maximum(stops - num_queries - window + 1, 0)
+        if (stops == stops[0]).all() and (starts == starts[0]).all():
+            return _Unseen(int(starts[0]), int(stops[0]), None)
+        keys = np.arange(num_keys)
+        unseen = (keys < starts[:, None]) | (keys >= stops[:, None])
+        by_head = np.broadcast_to(unseen[:, None], (len(stops), self._num_kv_heads, num_keys))
+        return _Unseen(0, num_keys, self._to_device(np.flatnonzero(by_head)))
 
     def _make_tile(
         self,
@@ -183,9 +221,11 @@ class TorchAttention:
         return output.transpose(1, 2).reshape(-1, num_heads, self._head_dim).to(queries.dtype)
 
     def _gather(self, group: _Group, first_row: int) -> torch.Tensor:
-        """Keys or values as [sequences * kv_heads, keys, head_dim] in float32."""
+        """Keys or values as [sequences * kv_heads, keys, head_dim] in float32, a copy."""
         rows = self._flat.index_select(0, group.key_rows + first_row)
-        return rows.view(group.num_sequences * self._num_kv_heads, -1, self._head_dim).float()
+        gathered = rows.view(group.num_sequences * self._num_kv_heads, -1, self._head_dim).float()
+        group.unseen.zero(gathered)
+        return gathered
 
     def _attend_tile(
         self, tile: _QueryTile, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor

@@ -1,68 +1,119 @@
-"""What changes logits before a token is chosen: penalties, biases, and bans of early ends.
+"""What changes logits before a token is chosen: penalties, biases, and bans.
 
-All of it is sparse: per row a handful of token ids. The order is repetition, frequency and presence,
-bias, ban; each step sees the result of the one before.
+All of it is sparse: per row a handful of token ids. Each kind is one operation on the cells of all rows
+that ask for it; a cell is a place in the logits seen as one flat vector. The order is repetition,
+frequency and presence, bias, ban; each step sees the result of the one before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Items
+from itertools import chain
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.sequence import Sequence
-from protocol.generation import SamplingParams
+
+Cells = npt.NDArray[np.int64]
+
+BANNED = -1e30
+"""Lower than any logit, so that a banned token has the probability 0; but finite, so that a request
+which bans all that there is gets some token, and is no fault of the engine."""
 
 
 def adjust(logits: torch.Tensor, sequences: Items[Sequence], eos_token_ids: tuple[int, ...]) -> None:
-    """Change `logits` [sequences, vocab] in place, as each sequence's parameters ask for."""
-    for row, sequence in zip(logits, sequences, strict=True):
-        params = sequence.sampling
-        if params.repetition_penalty != 1.0:
-            _discourage_repetition(row, sequence.token_ids, params.repetition_penalty)
-        if params.frequency_penalty or params.presence_penalty:
-            _discourage_output(row, sequence)
-        if params.logit_bias:
-            ids, biases = zip(*params.logit_bias, strict=True)
-            _add(row, np.array(ids, dtype=np.int64), np.array(biases, dtype=np.float32))
-        if sequence.num_output_tokens < params.min_tokens:
-            _ban(row, (*eos_token_ids, *params.stop_token_ids))
+    """Change `logits` [sequences, vocab], contiguous, in place, as each sequence's parameters ask for."""
+    _discourage_repetition(logits, sequences)
+    _discourage_output(logits, sequences)
+    _add_biases(logits, sequences)
+    _ban(logits, sequences, eos_token_ids)
 
 
-def needs_adjustment(sequence: Sequence) -> bool:
-    return sequence.num_output_tokens < sequence.sampling.min_tokens or _reshapes(sequence.sampling)
+def _discourage_repetition(logits: torch.Tensor, sequences: Items[Sequence]) -> None:
+    """Keskar et al., 2019: shrink the logits of all tokens seen, the prompt's included.
+
+    A token that was seen twice is two cells of one place; both write the same number there.
+    """
+    seen = {i: s.token_ids for i, s in enumerate(sequences) if s.sampling.repetition_penalty != 1.0}
+    if not seen:
+        return
+    cells = _cells(seen, logits.shape[1])
+    penalties = np.array([s.sampling.repetition_penalty for s in sequences], dtype=np.float32)
+    flat, index = logits.view(-1), _to_device(cells, logits)
+    penalty = _to_device(penalties[cells // logits.shape[1]], logits)
+    values = flat.index_select(0, index)
+    flat.index_copy_(0, index, torch.where(values > 0, values / penalty, values * penalty))
 
 
-def _reshapes(params: SamplingParams) -> bool:
-    return bool(
-        params.repetition_penalty != 1.0
-        or params.frequency_penalty
-        or params.presence_penalty
-        or params.logit_bias
-    )
-
-
-def _discourage_repetition(row: torch.Tensor, token_ids: list[int], penalty: float) -> None:
-    """Keskar et al., 2019: shrink the logits of all tokens seen, the prompt's included."""
-    ids = torch.from_numpy(np.unique(np.array(token_ids, dtype=np.int64))).to(row.device)
-    seen = row.index_select(0, ids)
-    row.index_copy_(0, ids, torch.where(seen > 0, seen / penalty, seen * penalty))
-
-
-def _discourage_output(row: torch.Tensor, sequence: Sequence) -> None:
+def _discourage_output(logits: torch.Tensor, sequences: Items[Sequence]) -> None:
     """OpenAI's two penalties; they count generated tokens only."""
-    output = np.array(sequence.token_ids[sequence.num_prompt_tokens :], dtype=np.int64)
-    ids, counts = np.unique(output, return_counts=True)
-    params = sequence.sampling
-    penalties = params.frequency_penalty * counts + params.presence_penalty
-    _add(row, ids, -penalties.astype(np.float32))
+    output = {
+        i: s.token_ids[s.num_prompt_tokens :]
+        for i, s in enumerate(sequences)
+        if s.sampling.frequency_penalty or s.sampling.presence_penalty
+    }
+    if not output:
+        return
+    cells, counts = np.unique(_cells(output, logits.shape[1]), return_counts=True)
+    rows = cells // logits.shape[1]
+    frequency = np.array([s.sampling.frequency_penalty for s in sequences])[rows]
+    presence = np.array([s.sampling.presence_penalty for s in sequences])[rows]
+    _add(logits, cells, -(frequency * counts + presence))
 
 
-def _add(row: torch.Tensor, ids: np.ndarray, values: np.ndarray) -> None:
-    row.index_add_(0, torch.from_numpy(ids).to(row.device), torch.from_numpy(values).to(row.device))
+def _add_biases(logits: torch.Tensor, sequences: Items[Sequence]) -> None:
+    biases = {i: dict(s.sampling.logit_bias) for i, s in enumerate(sequences) if s.sampling.logit_bias}
+    if not biases:
+        return
+    vocab_size = logits.shape[1]
+    values = [
+        bias for row in biases.values() for token_id, bias in row.items() if 0 <= token_id < vocab_size
+    ]
+    _add(logits, _cells(biases, vocab_size), np.array(values))
 
 
-def _ban(row: torch.Tensor, token_ids: tuple[int, ...]) -> None:
-    if token_ids:
-        row.index_fill_(0, torch.tensor(token_ids, device=row.device), float("-inf"))
+def _ban(logits: torch.Tensor, sequences: Items[Sequence], eos_token_ids: tuple[int, ...]) -> None:
+    banned: dict[int, list[int]] = {}
+    for i, sequence in enumerate(sequences):
+        params = sequence.sampling
+        if sequence.num_output_tokens < params.min_tokens:
+            banned[i] = [*eos_token_ids, *params.stop_token_ids]
+        if params.bad_words:
+            banned.setdefault(i, []).extend(_ends_of_bad_words(sequence))
+    if banned:
+        index = _to_device(_cells(banned, logits.shape[1]), logits)
+        logits.view(-1).index_fill_(0, index, BANNED)
+
+
+def _ends_of_bad_words(sequence: Sequence) -> Iterator[int]:
+    """The tokens that would complete a bad word: the output ends with the rest of it."""
+    token_ids = sequence.token_ids
+    for word in sequence.sampling.bad_words:
+        if not word:
+            continue
+        start = len(token_ids) - len(word) + 1
+        if start >= sequence.num_prompt_tokens and tuple(token_ids[start:]) == word[:-1]:
+            yield word[-1]
+
+
+def _cells(token_ids_by_row: Mapping[int, Collection[int]], vocab_size: int) -> Cells:
+    """Row by row the places of token ids, in order. Those outside the vocabulary, which nothing can
+    choose, are left out: their places are another row's.
+    """
+    counts = [len(token_ids) for token_ids in token_ids_by_row.values()]
+    rows = np.repeat(np.fromiter(token_ids_by_row, dtype=np.int64), counts)
+    token_ids = np.fromiter(chain.from_iterable(token_ids_by_row.values()), np.int64, sum(counts))
+    is_inside = (token_ids >= 0) & (token_ids < vocab_size)
+    return (rows * vocab_size + token_ids)[is_inside]
+
+
+def _add(logits: torch.Tensor, cells: Cells, values: npt.NDArray[np.float64]) -> None:
+    added = _to_device(values.astype(np.float32), logits)
+    logits.view(-1).index_add_(0, _to_device(cells, logits), added)
+
+
+def _to_device(array: npt.NDArray[np.int64] | npt.NDArray[np.float32], like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(array).to(like.device)

@@ -13,8 +13,9 @@ from collections.abc import Sequence as Items
 
 import torch
 
-from engine.sampling.adjustments import adjust, needs_adjustment
+from engine.sampling.adjustments import adjust
 from engine.sampling.filters import thresholds
+from engine.sampling.logprobs import Reports
 from engine.sampling.noise import uniforms
 from engine.sequence import Sequence
 from protocol.errors import EngineFault
@@ -37,12 +38,8 @@ class Sampler:
         """
         if not sequences:
             return []
-        reports = _Reports(logits, sequences)
-        adjusted = [i for i, sequence in enumerate(sequences) if needs_adjustment(sequence)]
-        if adjusted:
-            part = logits[adjusted]
-            adjust(part, [sequences[i] for i in adjusted], self._eos_token_ids)
-            logits[adjusted] = part
+        reports = Reports(logits, sequences)
+        adjust(logits, sequences, self._eos_token_ids)
         token_ids = _argmax(logits)
         _refuse_unusable(logits.gather(1, token_ids[:, None]), sequences)
         chosen: list[int] = token_ids.tolist()
@@ -53,7 +50,7 @@ class Sampler:
             picks = _draw(rows, [sequences[i] for i in noisy])
             for row, token_id in zip(noisy, picks, strict=True):
                 chosen[row] = token_id
-        return [reports.token(row, token_id) for row, token_id in enumerate(chosen)]
+        return reports.tokens(chosen)
 
 
 def _is_greedy(params: SamplingParams) -> bool:
@@ -101,29 +98,3 @@ def _invert(probabilities: torch.Tensor, noise: torch.Tensor) -> list[int]:
     targets = torch.minimum(targets, torch.nextafter(totals, torch.zeros_like(totals)))
     token_ids: list[int] = torch.searchsorted(cumulative, targets, right=True)[:, 0].tolist()
     return token_ids
-
-
-class _Reports:
-    """Log-probabilities of the raw distribution, for the rows whose sequences ask for them."""
-
-    def __init__(self, logits: torch.Tensor, sequences: Items[Sequence]) -> None:
-        self._num_best = [sequence.sampling.logprobs for sequence in sequences]
-        rows = [i for i, num_best in enumerate(self._num_best) if num_best is not None]
-        self._places = {row: place for place, row in enumerate(rows)}
-        self._logprobs = torch.log_softmax(logits[rows], dim=-1) if rows else None
-
-    def token(self, row: int, token_id: int) -> Token:
-        num_best = self._num_best[row]
-        if num_best is None or self._logprobs is None:
-            return Token(token_id)
-        logprobs = self._logprobs[self._places[row]]
-        return Token(token_id, float(logprobs[token_id]), _best(logprobs, num_best))
-
-
-def _best(logprobs: torch.Tensor, num_best: int) -> tuple[tuple[int, float], ...]:
-    """The `num_best` likeliest (token id, log-probability), best first, ties by id."""
-    if not num_best:
-        return ()
-    values, ids = torch.topk(logprobs, min(num_best, len(logprobs)))
-    pairs = zip(ids.tolist(), values.tolist(), strict=True)
-    return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0])))

@@ -91,3 +91,14 @@ def test_stale_numbers_in_reused_blocks_change_no_bit() -> None:
     generate(runner, [BlockDealer().sequence(make_prompt(400), NUM_NEW)])
     again = BlockDealer().sequence(prompt, NUM_NEW, logprobs=1000)
     assert generate(runner, [again])[0] == run_alone("smollm2", prompt)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_nan_in_fresh_blocks_changes_no_bit(kind: str) -> None:
+    """A transfer that failed may leave anything in blocks which others get next."""
+    runner, dealer = twins_of(kind).new_runner(), BlockDealer()
+    runner._kv_cache.blocks.fill_(float("nan"))
+    lengths = (421, 5, 128, 300)
+    sequences = [dealer.sequence(make_prompt(n), NUM_NEW, logprobs=1000) for n in lengths]
+    together = generate(runner, sequences, chunk_size=100)
+    assert together == [run_alone(kind, make_prompt(n)) for n in lengths]

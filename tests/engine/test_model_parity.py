@@ -58,9 +58,8 @@ def all_logits(twins: Twins, prompt: list[int]) -> torch.Tensor:
     runner = twins.new_runner()
     layout = make_layout([Slice(sequence, len(prompt))], 16, 1)
     attention = TorchOps(CPU, torch.float32).attention(layout, runner._kv_cache.blocks)
-    return twins.model.forward(
-        torch.tensor(prompt), torch.arange(len(prompt)), attention, torch.arange(len(prompt))
-    )
+    rows = torch.arange(len(prompt))
+    return twins.model.logits(twins.model.forward(torch.tensor(prompt), rows, attention), rows)
 
 
 def test_dynamic_rope_follows_transformers_past_the_pretrained_length() -> None:

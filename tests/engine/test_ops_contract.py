@@ -110,6 +110,43 @@ def test_one_step_attends_with_several_windows(ops: Ops) -> None:
         torch.testing.assert_close(attention.attend(layer, queries, window), expected, rtol=1e-4, atol=1e-5)
 
 
+def visible_slots(layout: BatchLayout, cache: torch.Tensor, window: int | None) -> torch.Tensor:
+    """[blocks, block_size]: whether some query of some sequence sees it."""
+    visible = torch.zeros(cache.shape[0], BLOCK_SIZE, dtype=torch.bool)
+    num_queries = np.diff(layout.query_starts)
+    for i, context in enumerate(layout.context_lens.tolist()):
+        first = 0 if window is None else max(0, context - int(num_queries[i]) - window + 1)
+        for position in range(first, context):
+            visible[int(layout.block_tables[i, position // BLOCK_SIZE]), position % BLOCK_SIZE] = True
+    return visible
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 3e38])
+@pytest.mark.parametrize("window", [None, 21, 200])
+@pytest.mark.parametrize("mix", MIXES)
+def test_no_bit_depends_on_slots_that_nobody_sees(
+    ops: Ops, mix: str, window: int | None, garbage: float
+) -> None:
+    """The null block's, those past a sequence's end, and those before its window."""
+    layout, cache = make_layout(MIXES[mix]), make_cache(3, 64)
+    queries = torch.randn(layout.num_rows, 9, 64)
+    clean = ops.attention(layout, cache).attend(1, queries, window)
+    hidden = ~visible_slots(layout, cache, window)
+    spoilt = cache.masked_fill(hidden[:, None, None, None, :, None], garbage)
+    assert torch.equal(ops.attention(layout, spoilt).attend(1, queries, window), clean)
+
+
+def test_nan_of_one_sequence_stays_with_it(ops: Ops) -> None:
+    layout, cache = make_layout(MIXES["decodes and prefills"]), make_cache(3, 64)
+    queries = torch.randn(layout.num_rows, 9, 64)
+    clean = ops.attention(layout, cache).attend(1, queries, None)
+    cache[layout.block_tables[1, 2]] = math.nan
+    spoilt = ops.attention(layout, cache).attend(1, queries, None)
+    assert spoilt[1].isnan().all()
+    others = [row for row in range(layout.num_rows) if row != 1]
+    assert torch.equal(spoilt[others], clean[others])
+
+
 def test_write_touches_the_slots_of_its_layer_only(ops: Ops) -> None:
     layout, cache = make_layout([(40, 5), (17, 17)]), make_cache(3, 16)
     before = cache.clone()

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.sampling import Sampler, uniforms
+from engine.sampling.adjustments import adjust
 from engine.sampling.sampler import _invert
 from engine.sequence import Sequence
 from protocol.errors import EngineFault
@@ -184,6 +185,22 @@ MIXED: list[dict[str, Any]] = [
     {"temperature": 0.0, "logit_bias": ((5, 50.0),), "logprobs": 5},
     {"seed": 8, "min_tokens": 5, "stop_token_ids": (9, 10)},
     {"seed": UINT64_MAX, "top_p": 0.999, "temperature": 1.5},
+    {"seed": 10, "bad_words": ((5, 6, 6, 40), (6, 41), (42,), ()), "logit_bias": ((7, 2.5), (8, -1.0))},
+    {
+        "seed": 11,
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "top_k": 300,
+        "min_p": 1e-4,
+        "logprobs": 7,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 0.8,
+        "logit_bias": ((5, 1.0), (999, 3.0)),
+        "min_tokens": 4,
+        "stop_token_ids": (7,),
+        "bad_words": ((6, 6), (3,)),
+    },
 ]
 
 
@@ -309,6 +326,107 @@ def test_no_end_before_min_tokens() -> None:
     assert sample_ids(row, [make_sequence([1], [5, 5], **ends)]) == [EOS]
 
 
+def test_a_bad_word_is_banned_only_after_the_rest_of_it() -> None:
+    row = torch.zeros(1, 10)
+    row[0, 7], row[0, 3] = 5.0, 4.0
+    greedy: dict[str, Any] = {"temperature": 0.0}
+    two_tokens = {**greedy, "bad_words": ((4, 7),)}
+    assert sample_ids(row, [make_sequence([1], [4], **two_tokens)]) == [3]
+    assert sample_ids(row, [make_sequence([1], [4, 5], **two_tokens)]) == [7]
+    # What the prompt ends with is not the output's doing.
+    assert sample_ids(row, [make_sequence([1, 4], [], **two_tokens)]) == [7]
+    three_tokens = {**greedy, "bad_words": ((4, 4, 7),)}
+    assert sample_ids(row, [make_sequence([4], [4], **three_tokens)]) == [7]
+    assert sample_ids(row, [make_sequence([4], [4, 4], **three_tokens)]) == [3]
+    assert sample_ids(row, [make_sequence([1], [], **greedy, bad_words=((7,),))]) == [3]
+
+
+def test_a_banned_token_is_never_drawn() -> None:
+    row = torch.zeros(8)
+    counts = draw_many(row, 2000, bad_words=((1,), (2,)), min_tokens=5, stop_token_ids=(3,))
+    assert counts[[1, 2, 3]].sum() == 0
+    assert (counts[[0, 4, 5, 6, 7]] > 0).all()
+
+
+def test_a_request_that_bans_everything_gets_a_token_and_breaks_nothing() -> None:
+    everything = tuple((token_id,) for token_id in range(VOCAB_SIZE))
+    sequences = [
+        make_sequence(bad_words=everything, seed=1),
+        make_sequence(bad_words=everything, temperature=0.0),
+        make_sequence(min_tokens=3, stop_token_ids=tuple(range(VOCAB_SIZE)), top_p=0.5, min_p=0.1),
+    ]
+    assert all(0 <= token_id < VOCAB_SIZE for token_id in sample_ids(random_logits(3), sequences))
+
+
+def test_ids_outside_the_vocabulary_change_nobodys_logits() -> None:
+    outside = (-1, VOCAB_SIZE, VOCAB_SIZE + 7)
+    logits = random_logits(3)
+    strange = make_sequence(
+        temperature=0.0,
+        bad_words=tuple((token_id,) for token_id in outside),
+        logit_bias=tuple((token_id, 100.0) for token_id in outside),
+        min_tokens=5,
+        stop_token_ids=outside,
+    )
+    plain = make_sequence(temperature=0.0)
+    assert sample_ids(logits, [plain, strange, plain]) == logits.argmax(-1).tolist()
+
+
+ADJUSTMENTS = st.fixed_dictionaries(
+    {
+        "presence_penalty": st.sampled_from([0.0, 0.5, -2.0]),
+        "frequency_penalty": st.sampled_from([0.0, 0.3, -0.7]),
+        "repetition_penalty": st.sampled_from([1.0, 1.3, 0.6]),
+        "logit_bias": st.dictionaries(st.integers(0, 29), st.floats(-100, 100), max_size=4).map(
+            lambda biases: tuple(biases.items())
+        ),
+        "min_tokens": st.integers(0, 6),
+        "stop_token_ids": st.lists(st.integers(0, 29), max_size=3).map(tuple),
+        "bad_words": st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), max_size=4).map(tuple),
+    }
+)
+
+
+def adjusted_one_by_one(row: list[float], sequence: Sequence) -> list[float]:
+    """The definitions, token by token."""
+    params, output = sequence.sampling, sequence.token_ids[sequence.num_prompt_tokens :]
+    result = list(row)
+    for token_id in set(sequence.token_ids):
+        factor = params.repetition_penalty
+        result[token_id] = result[token_id] / factor if result[token_id] > 0 else result[token_id] * factor
+    for token_id in set(output):
+        result[token_id] -= params.frequency_penalty * output.count(token_id) + params.presence_penalty
+    for token_id, bias in params.logit_bias:
+        result[token_id] += bias
+    banned = {EOS, *params.stop_token_ids} if len(output) < params.min_tokens else set()
+    for word in params.bad_words:
+        if word and (len(word) == 1 or output[-len(word) + 1 :] == list(word[:-1])):
+            banned.add(word[-1])
+    return [-1e30 if token_id in banned else value for token_id, value in enumerate(result)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 5), min_size=1, max_size=5),
+            st.lists(st.integers(0, 5), max_size=6),
+            ADJUSTMENTS,
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_a_batch_is_adjusted_as_the_definitions_say(
+    rows: list[tuple[list[int], list[int], dict[str, Any]]],
+) -> None:
+    sequences = [make_sequence(prompt, output, **params) for prompt, output, params in rows]
+    logits = random_logits(len(rows), 30)
+    expected = [adjusted_one_by_one(row.tolist(), s) for row, s in zip(logits, sequences, strict=True)]
+    adjust(logits, sequences, (EOS,))
+    torch.testing.assert_close(logits, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
 # Log-probabilities
 
 
@@ -339,3 +457,14 @@ def test_logprobs_come_only_where_asked_for() -> None:
 def test_equal_logprobs_are_listed_by_id() -> None:
     token = sample(torch.zeros(1, 4), [make_sequence(temperature=0.0, logprobs=9)])[0]
     assert [token_id for token_id, _ in token.top_logprobs] == [0, 1, 2, 3]
+
+
+def test_equal_logprobs_at_the_edge_of_the_list_are_the_lowest_ids() -> None:
+    """Whoever else is in the batch: a sort for more of the best orders equal ones otherwise."""
+    row = torch.zeros(1, VOCAB_SIZE)
+    row[0, 500] = 1.0
+    sequences = [make_sequence(logprobs=count) for count in (4, 0, 20, 999, 1)]
+    tokens = sample(row.expand(5, -1), sequences)
+    best = [[token_id for token_id, _ in token.top_logprobs] for token in tokens]
+    ranking = [500, *(token_id for token_id in range(VOCAB_SIZE) if token_id != 500)]
+    assert best == [ranking[:count] for count in (4, 0, 20, 999, 1)]

@@ -1,0 +1,76 @@
+"""How likely was each token of a prompt, given those before it?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.plan import Slice
+from engine.sampling.logprobs import describe
+from protocol.errors import EngineFault
+from protocol.generation import Token
+
+MAX_ROWS = 128
+"""Logits held at once: a whole prompt's would be gigabytes."""
+
+
+def score_prompts(
+    slices: Items[Slice],
+    query_starts: npt.NDArray[np.int32],
+    logits_of: Callable[[npt.NDArray[np.int64]], torch.Tensor],
+) -> dict[int, list[Token]]:
+    """By position of the slice: the prompt tokens that follow its rows, scored as the sequence asks.
+
+    `query_starts` are the slices' first rows; `logits_of` gives the float32 logits [rows, vocab] of
+    some. Raises `EngineFault` when logits hold NaN.
+    """
+    counts = {i: _num_scored(part) for i, part in enumerate(slices) if _is_scored(part)}
+    if not counts:
+        return {}
+    rows = np.concatenate([query_starts[i] + np.arange(count) for i, count in counts.items()])
+    sequences = [slices[i].sequence for i in counts]
+    token_ids: list[int] = []
+    num_best: list[int] = []
+    for sequence, count in zip(sequences, counts.values(), strict=True):
+        first = sequence.num_computed + 1
+        token_ids += sequence.token_ids[first : first + count]
+        num_best += [sequence.sampling.prompt_logprobs or 0] * count
+    tokens = _score_rows(rows.astype(np.int64), token_ids, num_best, logits_of)
+    scores = {i: list(islice(tokens, count)) for i, count in counts.items()}
+    for sequence, scored in zip(sequences, scores.values(), strict=True):
+        if any(token.logprob is None or math.isnan(token.logprob) for token in scored):
+            raise EngineFault(f"the prompt of sequence {sequence.seq_id} has no finite scores")
+    return scores
+
+
+def _is_scored(part: Slice) -> bool:
+    """Some of the slice's rows are followed by a prompt token that was not scored before."""
+    sequence = part.sequence
+    if sequence.sampling.prompt_logprobs is None:
+        return False
+    end = sequence.num_computed + _num_scored(part)
+    return end > max(sequence.num_computed, sequence.num_scored)
+
+
+def _num_scored(part: Slice) -> int:
+    """Rows of the slice that a prompt token follows."""
+    sequence = part.sequence
+    return min(part.num_tokens, sequence.num_prompt_tokens - 1 - sequence.num_computed)
+
+
+def _score_rows(
+    rows: npt.NDArray[np.int64],
+    token_ids: list[int],
+    num_best: list[int],
+    logits_of: Callable[[npt.NDArray[np.int64]], torch.Tensor],
+) -> Iterator[Token]:
+    for start in range(0, len(rows), MAX_ROWS):
+        stop = start + MAX_ROWS
+        logprobs = torch.log_softmax(logits_of(rows[start:stop]), dim=-1)
+        yield from describe(logprobs, token_ids[start:stop], num_best[start:stop])
