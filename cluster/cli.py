@@ -58,6 +58,15 @@ def serve(
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="Token budget of a step (default: 512).")
     ] = None,
+    long_prefill_token_threshold: Annotated[
+        int | None, typer.Option(help="Tokens of a long prompt per step while others wait.")
+    ] = None,
+    kv_cache_memory: Annotated[
+        str | None, typer.Option(help="KV blocks of one worker, such as 512MiB (default).")
+    ] = None,
+    scheduling_policy: Annotated[
+        str | None, typer.Option(help="fcfs, priority or shortest_first (default: fcfs).")
+    ] = None,
     prefill_workers: Annotated[
         int | None, typer.Option(help="Number of prefill workers (default: 1).")
     ] = None,
@@ -87,6 +96,12 @@ def serve(
         "decode.max_num_seqs": max_num_seqs,
         "prefill.max_num_batched_tokens": max_num_batched_tokens,
         "decode.max_num_batched_tokens": max_num_batched_tokens,
+        "prefill.long_prefill_token_threshold": long_prefill_token_threshold,
+        "decode.long_prefill_token_threshold": long_prefill_token_threshold,
+        "prefill.kv_cache_memory": kv_cache_memory,
+        "decode.kv_cache_memory": kv_cache_memory,
+        "prefill.policy": scheduling_policy,
+        "decode.policy": scheduling_policy,
         "prefill.num_workers": prefill_workers,
         "decode.num_workers": decode_workers,
         "kv_transfer.transport": kv_transport,

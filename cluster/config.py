@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
 from protocol.errors import StartupError
 from protocol.ids import Role
@@ -49,6 +49,8 @@ class RouterConfig(_Section):
     worker_wait_s: float = Field(default=30.0, ge=0)
     """How long a request waits for a worker of a role to appear."""
     max_retries: int = Field(default=3, ge=0)
+    max_num_choices: int = Field(default=16, ge=1)
+    """Largest `n` of a request."""
 
 
 class PoolConfig(_Section):
@@ -56,9 +58,25 @@ class PoolConfig(_Section):
 
     num_workers: int = Field(default=1, ge=1)
     num_blocks: int | None = Field(default=None, ge=2)
-    """KV blocks of one worker; null: as many as `kv_cache_memory` holds."""
+    """KV blocks of one worker; null: as many as its memory for them holds."""
     kv_cache_memory: ByteSize = ByteSize(512 * 2**20)
     """Bytes for KV blocks of one worker, such as 512MiB or 4GiB."""
+    kv_cache_share: float | None = Field(default=None, gt=0, le=1)
+    """Instead of `kv_cache_memory`: share of what is free on the device once the model is loaded."""
+    policy: Literal["fcfs", "priority", "shortest_first"] = "fcfs"
+    """Who is served first: the earliest, the smallest `priority` of the request, the least work left."""
+    preemption: Literal["recompute", "swap"] = "recompute"
+    """What becomes of the KV of a sequence that must give its blocks up."""
+    swap_memory: ByteSize = ByteSize(0)
+    """Host memory of one worker for swapped sequences; when it is full, they are recomputed."""
+    low_watermark: float = Field(default=0.01, ge=0, lt=1)
+    """Share of the blocks that an admission leaves free for the growth of those that run."""
+    high_watermark: float = Field(default=0.04, ge=0, lt=1)
+    """Once fewer than the low watermark are free, nobody is admitted until so many are."""
+    max_num_waiting: int = Field(default=1024, ge=1)
+    """Sequences that may wait in one worker; the next one is told to come back later."""
+    long_prefill_token_threshold: int = Field(default=0, ge=0)
+    """A longer prompt computes at most so many tokens per step while others wait; 0: no bound."""
     max_num_seqs: int = Field(default=64, ge=1)
     max_num_batched_tokens: int = Field(default=512, ge=1)
     """Token budget of one engine step."""
@@ -113,6 +131,14 @@ class ClusterConfig(_Section):
     decode: PoolConfig = Field(default_factory=PoolConfig)
     kv_transfer: KvTransferConfig = Field(default_factory=KvTransferConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
+
+    @model_validator(mode="after")
+    def _choices_fit_a_batch(self) -> ClusterConfig:
+        """A group that a decode worker could never seat would fail after its first tokens are out."""
+        fits = min(self.prefill.max_num_seqs, self.decode.max_num_seqs)
+        if self.router.max_num_choices > fits:
+            raise ValueError(f"router.max_num_choices must be at most {fits}, the smaller max_num_seqs")
+        return self
 
     @property
     def model_name(self) -> str:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.model_length import max_model_len
 from cluster.threads import threads_per_engine
 from engine import Command, EngineCore, EngineThread, Event, SchedulerConfig
 from engine.device import limit_threads, memory_bytes, select_device, select_dtype
-from engine.kv_cache import KvCache, block_bytes_for, num_blocks_for
+from engine.host_kv_pool import HostKvPool
+from engine.kv_cache import (
+    KvCache,
+    block_bytes_for,
+    num_blocks_for,
+    num_blocks_from_share,
+    require_length,
+    require_room,
+)
 from engine.model.config import ModelConfig
 from engine.model.decoder import DecoderModel
 from engine.ops import TorchOps
@@ -23,6 +30,8 @@ from kv_transfer import PoolMemory
 from protocol.errors import StartupError
 from protocol.handoff import Fingerprint
 from rpc import Engine
+
+logger = logging.getLogger(__name__)
 
 OnEvents = Callable[[Sequence[Event]], None]
 
@@ -62,45 +71,74 @@ def build_engine(
     length = max_model_len(config, model_config)
     device = select_device("auto" if pool.num_gpus else "cpu")
     dtype = select_dtype(config.dtype, device)
-    num_blocks = _num_blocks(config, pool, model_config, dtype, device)
-    scheduler = SchedulerConfig(
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        max_model_len=length,
-        max_num_seqs=pool.max_num_seqs,
-        max_num_batched_tokens=pool.max_num_batched_tokens,
-        enable_prefix_caching=config.enable_prefix_caching,
-    )
     weights = load_weights(folder, dtype, progress=progress)
     model = DecoderModel(
         model_config, weights, TorchOps(device, dtype), device=device, dtype=dtype, max_model_len=length
     )
-    kv_cache = KvCache(
-        model_config, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, device=device
-    )
-    runner = ModelRunner(model, kv_cache, tuple(folder.eos_token_ids))
+    kv_cache = _lay_out_cache(config, pool, model)
+    host_pool = _lay_out_host_pool(pool, kv_cache)
+    runner = ModelRunner(model, kv_cache, tuple(folder.eos_token_ids), host_pool)
     runner.warm_up()
     return EngineParts(
         runner=runner,
         kv_cache=kv_cache,
-        scheduler=scheduler,
+        scheduler=_scheduler_config(config, pool, kv_cache, host_pool, length),
         eos_token_ids=frozenset(folder.eos_token_ids),
         fingerprint=_fingerprint(config, folder, model_config, str(dtype).removeprefix("torch.")),
     )
 
 
-def _num_blocks(
-    config: ClusterConfig, pool: PoolConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> int:
-    block_bytes = block_bytes_for(model, config.block_size, dtype)
-    num_blocks = pool.num_blocks or num_blocks_for(pool.kv_cache_memory, model, config.block_size, dtype)
-    free_bytes, _ = memory_bytes(device)
-    if num_blocks * block_bytes > free_bytes:
+def _lay_out_cache(config: ClusterConfig, pool: PoolConfig, model: DecoderModel) -> KvCache:
+    sizes = model.config, config.block_size, model.dtype
+    free_bytes, _ = memory_bytes(model.device)
+    if pool.num_blocks is not None:
+        num_blocks = pool.num_blocks
+    elif pool.kv_cache_share is not None:
+        num_blocks = num_blocks_from_share(pool.kv_cache_share, free_bytes, *sizes)
+    else:
+        num_blocks = num_blocks_for(pool.kv_cache_memory, *sizes)
+    require_room(num_blocks, block_bytes_for(*sizes), free_bytes)
+    require_length(num_blocks, config.block_size, model.max_model_len)
+    logger.info("%d KV blocks of %d tokens", num_blocks - 1, config.block_size)
+    return KvCache(
+        model.config,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        dtype=model.dtype,
+        device=model.device,
+    )
+
+
+def _lay_out_host_pool(pool: PoolConfig, kv_cache: KvCache) -> HostKvPool | None:
+    num_blocks = pool.swap_memory // kv_cache.block_bytes
+    if pool.preemption != "swap":
+        return None
+    if num_blocks < 1:
         raise StartupError(
-            f"{num_blocks} KV blocks need {num_blocks * block_bytes / 2**30:.1f} GiB, but only "
-            f"{free_bytes / 2**30:.1f} GiB are free: lower kv_cache_memory or num_blocks of this pool"
+            "preemption is swap, but swap_memory holds no block of "
+            f"{kv_cache.block_bytes:,} bytes: raise it"
         )
-    return num_blocks
+    return HostKvPool(kv_cache, num_blocks)
+
+
+def _scheduler_config(
+    config: ClusterConfig, pool: PoolConfig, kv_cache: KvCache, host_pool: HostKvPool | None, length: int
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_blocks=kv_cache.num_blocks,
+        block_size=config.block_size,
+        max_model_len=length,
+        max_num_seqs=pool.max_num_seqs,
+        max_num_batched_tokens=pool.max_num_batched_tokens,
+        max_num_waiting=pool.max_num_waiting,
+        enable_prefix_caching=config.enable_prefix_caching,
+        low_watermark=pool.low_watermark,
+        high_watermark=pool.high_watermark,
+        policy=pool.policy,
+        preemption=pool.preemption,
+        num_host_blocks=host_pool.num_blocks if host_pool else 0,
+        long_prefill_token_threshold=pool.long_prefill_token_threshold,
+    )
 
 
 def _fingerprint(config: ClusterConfig, folder: ModelFolder, model: ModelConfig, dtype: str) -> Fingerprint:

@@ -31,7 +31,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     cache = tmp_path_factory.getbasetemp() / "demo-cache"
     config = load_config(
         None,
-        {"dtype": "float32", "cache_dir": str(cache), "http.port": 0, "prefill.kv_cache_memory": "256MiB"},
+        {"dtype": "float32", "cache_dir": str(cache), "http.port": 0, "prefill.kv_cache_memory": "384MiB"},
     )
     async with (
         LocalCluster(config) as cluster,
