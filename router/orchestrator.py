@@ -57,7 +57,10 @@ class Orchestrator:
 
     @property
     def last_handoff(self) -> float | None:
-        """When a decode worker last proved by a token that it took KV over; by the clock given."""
+        """When a decode worker last proved by a token that it took KV over; by the clock given.
+
+        A prompt that was recomputed there, or was cached there, proves nothing.
+        """
         return self._last_handoff
 
     def generate(self, request: GenerationRequest) -> Generation:
@@ -114,7 +117,7 @@ class Orchestrator:
                 raise WorkerUnavailable("no decode worker is left to take the request over")
             while run.emitted:
                 delta = await self._within_deadline(run, stream.next())
-                if delta.tokens:
+                if delta.receipt.fetched_bytes:
                     self._last_handoff = self._clock()
                 yield delta
 

@@ -47,7 +47,7 @@ class ScriptedWorker:
         self._resumed = asyncio.Event()
         self.failures: list[SplitserveError] = []
         """The next submits fail with these."""
-        self.receipt = Receipt()
+        self.receipt = Receipt(fetched_bytes=int(record.role is Role.DECODE))
         self.answers_with: Callable[[GenerationRequest], GenerationRequest] = lambda request: request
         """What a prefill takes the request for: a broken worker answers another one."""
         self.num_first_tokens: list[int] = []

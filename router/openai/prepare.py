@@ -76,8 +76,6 @@ class Preparer:
         if isinstance(prompt, str):
             text = prompt
             prompt = await _encoded(lambda: self.tokenizer.encode(text, adds_special), len(text))
-        else:
-            check_token_ids(prompt, self.tokenizer.vocab_size, "prompt")
         if not prompt:
             raise InvalidRequest(
                 "prompt: must have at least one token", param="prompt", code="invalid_value"
@@ -107,6 +105,8 @@ class Preparer:
         prompt_logprobs: int | None,
         timeout_s: float,
     ) -> GenerationRequest:
+        # Text, too: a tokenizer may know more tokens than the model has rows for.
+        check_token_ids(prompt, self.tokenizer.vocab_size, "prompt")
         num_choices = 1 if fields.n is None else fields.n
         if num_choices > self.max_num_choices:
             raise InvalidRequest(

@@ -28,8 +28,10 @@ def is_ready(served: Served) -> bool:
 def test_a_completion_goes_through_both_workers(served: Served) -> None:
     reply = served.complete(max_tokens=8)
     assert reply["usage"]["completion_tokens"] == 8
-    metrics = served.request("GET", "/metrics")[1].decode()
-    assert "fetched_bytes" in metrics or "bytes" in metrics
+    metrics = served.request("GET", "/metrics")[1].decode().splitlines()
+    moved = [line for line in metrics if line.startswith("splitserve_kv_transfer_bytes_total{")]
+    assert len(moved) == 1
+    assert float(moved[0].rsplit(" ", 1)[1]) > 0
 
 
 def test_a_stream_arrives_piece_by_piece_and_a_leaving_client_is_noticed(served: Served) -> None:
