@@ -40,6 +40,7 @@ class Preparer:
             lambda: self.tokenizer.encode_chat(messages, variables),
             sum(len(message["content"]) for message in messages),
         )
+        check_token_ids(prompt, self.tokenizer.vocab_size, "messages")
         max_tokens = bound_output(fields.asked_tokens, None, len(prompt), self.max_model_len)
         generation = self._generation(
             fields,
@@ -80,6 +81,8 @@ class Preparer:
             raise InvalidRequest(
                 "prompt: must have at least one token", param="prompt", code="invalid_value"
             )
+        # Text, too: a tokenizer may know more tokens than the model has rows for.
+        check_token_ids(prompt, self.tokenizer.vocab_size, "prompt")
         return prompt
 
     def _text_of(self, prompt: str | tuple[int, ...]) -> str:
@@ -105,8 +108,6 @@ class Preparer:
         prompt_logprobs: int | None,
         timeout_s: float,
     ) -> GenerationRequest:
-        # Text, too: a tokenizer may know more tokens than the model has rows for.
-        check_token_ids(prompt, self.tokenizer.vocab_size, "prompt")
         num_choices = 1 if fields.n is None else fields.n
         if num_choices > self.max_num_choices:
             raise InvalidRequest(
