@@ -12,8 +12,9 @@ import torch
 
 from protocol.generation import SamplingParams
 
-NUM_CANDIDATES = 256
-"""Best tokens looked at first; nearly always they hold the nucleus, and a full sort is 20 times dearer."""
+CANDIDATE_STEPS = (256, 4096)
+"""How many of the best tokens are ranked before all are: nearly always the first step holds the nucleus,
+and sorting a whole vocabulary is 20 times dearer."""
 
 
 def thresholds(probabilities: torch.Tensor, params: Items[SamplingParams]) -> torch.Tensor:
@@ -31,22 +32,26 @@ def thresholds(probabilities: torch.Tensor, params: Items[SamplingParams]) -> to
 
 def _ranked_thresholds(probabilities: torch.Tensor, params: Items[SamplingParams]) -> torch.Tensor:
     """Rank as few candidates of each row as will do: [rows, 1]."""
-    num_candidates = min(NUM_CANDIDATES, probabilities.shape[1])
-    best = torch.topk(probabilities, num_candidates).values
-    masses = best.cumsum(-1, dtype=torch.float64)
-    result = _cut(best, masses, params)
-    if num_candidates < probabilities.shape[1]:
-        short = [i for i, mass in enumerate(masses[:, -1].tolist()) if _needs_more(params[i], mass)]
-        if short:
-            ranked = probabilities[short].sort(descending=True).values
-            result[short] = _cut(ranked, ranked.cumsum(-1, dtype=torch.float64), [params[i] for i in short])
+    vocab_size = probabilities.shape[1]
+    result = torch.empty(len(params), 1, device=probabilities.device)
+    pending = list(range(len(params)))
+    for width in (*(step for step in CANDIDATE_STEPS if step < vocab_size), vocab_size):
+        rows = probabilities if len(pending) == len(params) else probabilities[pending]
+        ranked = torch.topk(rows, width).values
+        masses = ranked.cumsum(-1, dtype=torch.float64)
+        result[pending] = _cut(ranked, masses, [params[i] for i in pending])
+        if width < vocab_size:
+            ranked_mass = zip(pending, masses[:, -1].tolist(), strict=True)
+            pending = [i for i, mass in ranked_mass if _needs_more(params[i], width, mass)]
+        if not pending:
+            break
     return result
 
 
-def _needs_more(params: SamplingParams, candidate_mass: float) -> bool:
+def _needs_more(params: SamplingParams, num_ranked: int, ranked_mass: float) -> bool:
     if params.top_k:
-        return params.top_k > NUM_CANDIDATES
-    return candidate_mass < params.top_p
+        return params.top_k > num_ranked
+    return ranked_mass < params.top_p
 
 
 def _cut(ranked: torch.Tensor, masses: torch.Tensor, params: Items[SamplingParams]) -> torch.Tensor:

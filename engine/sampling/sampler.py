@@ -43,7 +43,7 @@ class Sampler:
             part = logits[adjusted]
             adjust(part, [sequences[i] for i in adjusted], self._eos_token_ids)
             logits[adjusted] = part
-        token_ids = logits.argmax(dim=-1)
+        token_ids = _argmax(logits)
         _refuse_unusable(logits.gather(1, token_ids[:, None]), sequences)
         chosen: list[int] = token_ids.tolist()
         noisy = [i for i, sequence in enumerate(sequences) if not _is_greedy(sequence.sampling)]
@@ -58,6 +58,13 @@ class Sampler:
 
 def _is_greedy(params: SamplingParams) -> bool:
     return params.temperature < MIN_TEMPERATURE or params.top_k == 1
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The lowest id of the greatest logit; NaN counts as greatest."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))  # ten times as fast as torch's
+    return logits.argmax(dim=-1)
 
 
 def _refuse_unusable(best: torch.Tensor, sequences: Items[Sequence]) -> None:
@@ -77,9 +84,21 @@ def _draw(logits: torch.Tensor, sequences: Items[Sequence]) -> list[int]:
     if any(p.top_p < 1.0 or p.top_k or p.min_p for p in params):
         lowest = thresholds(probabilities, params)
         probabilities = probabilities.masked_fill_(probabilities < lowest, 0.0)
-    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     noise = uniforms([p.seed for p in params], [len(s.token_ids) for s in sequences])
-    targets = torch.from_numpy(noise).to(logits.device)[:, None] * cumulative[:, -1:]
+    return _invert(probabilities, torch.from_numpy(noise).to(logits.device))
+
+
+def _invert(probabilities: torch.Tensor, noise: torch.Tensor) -> list[int]:
+    """Per row the first token whose cumulated probability exceeds `noise` [rows] times the row's total.
+
+    float32 will do: it is off by 1e-7 of the total, and a float64 sum takes ten times as long. A token of
+    probability 0 does not raise the sum, so it is never the first.
+    """
+    cumulative = probabilities.cumsum(-1)
+    totals = cumulative[:, -1:].contiguous()
+    targets = (noise[:, None] * totals).to(totals.dtype)
+    # Rounding may lift a target to the total, which no sum exceeds.
+    targets = torch.minimum(targets, torch.nextafter(totals, torch.zeros_like(totals)))
     token_ids: list[int] = torch.searchsorted(cumulative, targets, right=True)[:, 0].tolist()
     return token_ids
 

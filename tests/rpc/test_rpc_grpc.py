@@ -225,7 +225,7 @@ async def test_worker_that_says_nothing_is_given_up() -> None:
     broken, loop = _Inbox(), asyncio.get_running_loop()
     async with server() as running, open_channel(running.address, TOKEN) as channel:
         session: Any = WorkerSession(
-            DecodeWorkerStub(channel).Serve, _Inbox(), broken, loop.time, frame_timeout_s=0.05
+            DecodeWorkerStub(channel).Serve, _Inbox(), broken, loop.time, frame_timeout_s=0.5
         )
         await session.start()
         assert "silent" in (await broken.get()).message
