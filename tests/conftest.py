@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from served_cluster import Served
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts a Ray cluster runs last, and those that share one run together."""
+    items.sort(key=lambda item: ("ray" in item.keywords, "served" in getattr(item, "fixturenames", ())))
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of the Llama family, as a Hugging Face folder."""
