@@ -54,7 +54,7 @@ class Admission:
                 break
             num_tokens = min(num_tokens, sequence.num_pending)
             budget -= num_tokens
-            if is_decode(sequence):
+            if is_decode(sequence) and not sequence.hold:
                 self._roster.start_decoding(sequence)
             else:
                 chunks.append(Slice(sequence, num_tokens))
@@ -153,5 +153,5 @@ def num_kv_tokens(sequence: Sequence) -> int:
 
 
 def is_decode(sequence: Sequence) -> bool:
-    """Whether an admitted sequence only goes on with its last token: it came back from the host."""
+    """Whether an admitted sequence only goes on with its last token, as those do that were swapped."""
     return sequence.num_pending == 1 and sequence.num_output_tokens > 0 and not sequence.num_unborn

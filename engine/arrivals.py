@@ -28,7 +28,9 @@ def sequence_from(
         ]
     else:
         sequence.branches = [
-            _another_choice(sequence, sibling.index, _seed_of(command.sampling, sibling), sibling.output_token_ids)
+            _another_choice(
+                sequence, sibling.index, _seed_of(command.sampling, sibling), sibling.output_token_ids
+            )
             for sibling in command.siblings
         ]
     return sequence
@@ -131,7 +133,9 @@ def _why_too_many(sequence: Sequence, config: SchedulerConfig) -> InvalidRequest
     if len({choice.index for choice in choices}) < len(choices):
         return InvalidRequest("two choices have the same index", param="n")
     if any(choice.token_ids[:-1] != sequence.token_ids[:-1] for choice in choices):
-        return InvalidRequest("the choices of a reserved sequence differ before their last token", param="n")
+        return InvalidRequest(
+            "the choices of a reserved sequence differ before their last token", param="n"
+        )
     return None
 
 

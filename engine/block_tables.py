@@ -57,7 +57,9 @@ class BlockTables:
             return False
         block_size = self._config.block_size
         for sequence in sequences:
-            if sequence.num_computed == len(sequence.block_table) * block_size:  # nothing to copy: no partial block
+            if (
+                sequence.num_computed == len(sequence.block_table) * block_size
+            ):  # nothing to copy: no partial block
                 self._append(sequence, self._pool.allocate(1))
             else:
                 self.extend(sequence, sequence.num_computed + 1)

@@ -1,7 +1,7 @@
 """When do the choices of one request part, and what becomes of the others when one is dropped?
 
-    unborn, in `siblings` --their first token is sampled--> parted: running, finished, or in `branches`
-    unborn, in `branches` --all tokens but the last have KV--> running
+unborn, in `siblings` --their first token is sampled--> parted: running, finished, or in `branches`
+unborn, in `branches` --all tokens but the last have KV--> running
 """
 
 from __future__ import annotations

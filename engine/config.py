@@ -42,7 +42,7 @@ class SchedulerConfig:
     policy: str = "fcfs"
     """Name of the scheduling policy: fcfs, priority or shortest_first."""
     ageing_tokens: int = 32
-    """shortest_first: each later arrival must have so many tokens less to do, to overtake an earlier one."""
+    """shortest_first: so many tokens less must each later arrival have to do, to overtake."""
     preemption: str = "recompute"
     """What becomes of the KV of a sequence that gives its blocks up: recompute or swap."""
     num_host_blocks: int = 0

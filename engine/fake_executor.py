@@ -107,8 +107,7 @@ class FakeExecutor:
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
         scores = self.prompt_scores(prompt)[start : start + piece.num_tokens]
         return [
-            Token(token_id, score)
-            for token_id, score in zip(prompt[start + 1 :], scores, strict=False)
+            Token(token_id, score) for token_id, score in zip(prompt[start + 1 :], scores, strict=False)
         ]
 
     def _move(self, plan: StepPlan) -> None:

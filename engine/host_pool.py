@@ -1,4 +1,4 @@
-"""Which blocks of the host pool are free? Preempted sequences are swapped to it; nothing is shared there."""
+"""Which blocks of the host pool, to which preempted sequences are swapped, are free? None is shared."""
 
 from __future__ import annotations
 

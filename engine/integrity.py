@@ -67,8 +67,12 @@ def _check_references(roster: Roster, sequences: list[Sequence]) -> None:
     for block_id in map(BlockId, range(1, roster.pool.num_total + 1)):
         held, counted = users.get(block_id, []), roster.pool.ref_count(block_id)
         names = ", ".join(f"{s.seq_id}#{s.index}" for s in held)
-        _require(len(held) == counted, f"block {block_id} is used by ({names}) but has {counted} references")
-        _require(roster.tables.users_of(block_id) == set(held), f"the users of {block_id} are not ({names})")
+        _require(
+            len(held) == counted, f"block {block_id} is used by ({names}) but has {counted} references"
+        )
+        _require(
+            roster.tables.users_of(block_id) == set(held), f"the users of {block_id} are not ({names})"
+        )
 
 
 def _check_table(sequence: Sequence, config: SchedulerConfig) -> None:

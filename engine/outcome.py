@@ -36,6 +36,7 @@ def _apply_decodes(
 ) -> None:
     """The hot loop: runs once per sequence and step, so it looks closely only when an end is possible."""
     finished: list[Sequence] = []
+    tell = events.append
     for (sequence, _), token in zip(decodes, tokens, strict=True):
         if token is None:
             raise EngineFault("a decode slice gave no token")
@@ -47,7 +48,7 @@ def _apply_decodes(
             reason = finish_reason(sequence)
             if reason is not None:
                 finished.append(sequence)
-        events.append(TokensSampled(sequence.seq_id, (token,), reason, sequence.num_cached, sequence.index))
+        tell(TokensSampled(sequence.seq_id, (token,), reason, sequence.num_cached, sequence.index))
     for sequence in finished:
         roster.finish(sequence)
     roster.counters.generated_tokens += len(tokens)
@@ -93,9 +94,7 @@ def _apply_first_tokens(
     if sequence.hold and None in reasons:
         events.append(PrefillProgressed(sequence.seq_id, sequence.num_computed))
     for choice, token, reason in zip(choices, tokens, reasons, strict=True):
-        events.append(
-            TokensSampled(sequence.seq_id, (token,), reason, sequence.num_cached, choice.index)
-        )
+        events.append(TokensSampled(sequence.seq_id, (token,), reason, sequence.num_cached, choice.index))
     living = [choice for choice, reason in zip(choices, reasons, strict=True) if reason is None]
     _after_first_tokens(roster, sequence, living)
 

@@ -61,7 +61,8 @@ class StepResult:
     prompt_logprobs: Mapping[int, Items[Token]] = field(default_factory=dict)
     """Position of a slice -> the prompt tokens that follow the positions which it computed, scored.
 
-    A slice over positions [start, stop) of a prompt of n tokens scores tokens start + 1 .. min(stop, n - 1).
+    A slice over positions [start, stop) of a prompt of n tokens scores the tokens at start + 1, ...,
+    min(stop, n - 1); where that is none, nothing or an empty list is given.
     """
 
 

@@ -54,11 +54,12 @@ class PrefixCache:
     def invalidate(
         self, token_ids: Items[int] | None, cache_salt: str | None, live: Iterable[Sequence]
     ) -> int:
-        """Forget everything (None), or what starts with the first block of `token_ids`, under a salt (None: any).
+        """Forget everything (None), or what starts with the first block of `token_ids`.
 
-        Returns how many blocks were forgotten. Live sequences whose blocks were, or will be, of that kind
-        go on with them as stale ones. The first block counts because a hit needs it: so everything that
-        goes on from the prefix is forgotten, and also what only shares its first block.
+        Only under the given salt; None means under any. Returns how many blocks were forgotten. Live
+        sequences whose blocks were, or will be, of that kind go on with them as stale ones. The first
+        block counts because a hit needs it: so all that goes on from the prefix is forgotten, and also
+        what only shares its first block.
         """
         head = tuple(token_ids or ())[: self._block_size]
         packed, root = pack(head), None if cache_salt is None else root_hash(cache_salt)

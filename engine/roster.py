@@ -140,7 +140,7 @@ class Roster:
         self._start_over(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """RUNNING -> SWAPPED, or WAITING; then what it computed stays cached while nobody needs the blocks."""
+        """RUNNING -> SWAPPED or WAITING. What it computed stays cached while nobody needs the blocks."""
         self._leave(sequence)
         self.cache.register(sequence)
         if self.swapper.swap_out(sequence):

@@ -58,7 +58,12 @@ class Scheduler:
             return StepPlan(decodes + chunks, num_tokens, len(decodes))
         copies = tuple(moves.copies.values())
         plan = StepPlan(
-            decodes + chunks, num_tokens, len(decodes), copies, tuple(moves.swaps_out), tuple(moves.swaps_in)
+            decodes + chunks,
+            num_tokens,
+            len(decodes),
+            copies,
+            tuple(moves.swaps_out),
+            tuple(moves.swaps_in),
         )
         self._roster.counters.copied_blocks += len(copies)
         self._tables.release_copied()

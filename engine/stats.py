@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from protocol.histogram import StepsSnapshot
@@ -92,7 +92,7 @@ class EngineStats:
     last_num_seqs: int = 0
     """Sequences in the last computing step."""
     last_num_tokens: int = 0
-    steps: StepsSnapshot = StepsSnapshot()
+    steps: StepsSnapshot = field(default_factory=StepsSnapshot)
     """All computing steps so far."""
 
     @property

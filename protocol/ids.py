@@ -22,7 +22,7 @@ BlockId = NewType("BlockId", int)
 """Index of a block in one rank's KV pool. 0 is the null block and is never handed out."""
 
 HostBlockId = NewType("HostBlockId", int)
-"""Index of a block in the host pool that preempted sequences are swapped to; 0 is a block like any other."""
+"""Index of a block in the host pool, to which preempted sequences are swapped; 0 is like any other."""
 
 
 class Role(StrEnum):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.fake_executor import FakeExecutor
@@ -12,13 +14,16 @@ from engine.messages import (
     BlocksAllocated,
     Command,
     Event,
+    InvalidateCache,
     PrefillProgressed,
+    PromptScored,
     RecomputeSequence,
     ReleaseSequence,
     ReserveSequence,
     SequenceFailed,
     TokensSampled,
 )
+from engine.roster import Roster
 from protocol.errors import SplitserveError
 from protocol.generation import FinishReason, SamplingParams
 from protocol.ids import SequenceId
@@ -33,21 +38,30 @@ def greedy(max_tokens: int = 8, *, ignore_eos: bool = True, **more: object) -> S
 class Engine:
     """Collects events by sequence and checks the core after every call."""
 
-    def __init__(self, vocab_size: int = 50, **settings: object) -> None:
+    def __init__(
+        self,
+        vocab_size: int = 50,
+        *,
+        make_executor: Callable[..., FakeExecutor] = FakeExecutor,
+        make_roster: Callable[[SchedulerConfig], Roster] = Roster,
+        **settings: object,
+    ) -> None:
         defaults: dict[str, object] = {
             "num_blocks": 65, "max_model_len": 200, "block_size": 4, "max_num_seqs": 8,
             "max_num_batched_tokens": 32, "low_watermark": 0.0, "high_watermark": 0.0,
         }  # fmt: skip
         self.config = SchedulerConfig(**{**defaults, **settings})  # type: ignore[arg-type]
-        self.executor = FakeExecutor(self.config.block_size, vocab_size)
+        self.executor = make_executor(self.config.block_size, vocab_size)
         self.now_s = 0.0
-        self.core = EngineCore(self.config, self.executor, frozenset([EOS]), self._tick)
+        self.roster = make_roster(self.config)
+        self.core = EngineCore(self.config, self.executor, frozenset([EOS]), self._tick, self.roster)
         self.events: list[Event] = []
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, FinishReason] = {}
         self.failed: dict[str, SplitserveError] = {}
         self.allocated: dict[str, BlocksAllocated] = {}
         self.progress: dict[str, list[int]] = {}
+        self.scores: dict[str, list[float | None]] = {}
 
     # ---- Commands ----
 
@@ -60,12 +74,20 @@ class Engine:
         output: tuple[int, ...] = (),
         hold: bool = False,
         salt: str = "",
+        n: int = 1,
+        priority: int = 0,
     ) -> list[Event]:
-        return self.handle(
-            AddSequence(
-                SequenceId(seq_id), tuple(prompt), sampling or greedy(), output, hold=hold, cache_salt=salt
-            )
+        command = AddSequence(
+            SequenceId(seq_id),
+            tuple(prompt),
+            sampling or greedy(),
+            output,
+            hold=hold,
+            cache_salt=salt,
+            num_samples=n,
+            priority=priority,
         )
+        return self.handle(command)
 
     def reserve(
         self,
@@ -73,8 +95,10 @@ class Engine:
         prompt: list[int],
         output: tuple[int, ...],
         sampling: SamplingParams | None = None,
+        **more: object,
     ) -> list[Event]:
-        return self.handle(ReserveSequence(SequenceId(seq_id), tuple(prompt), output, sampling or greedy()))
+        command = ReserveSequence(SequenceId(seq_id), tuple(prompt), output, sampling or greedy(), **more)  # type: ignore[arg-type]
+        return self.handle(command)
 
     def admit(self, seq_id: str) -> list[Event]:
         return self.handle(AdmitSequence(SequenceId(seq_id)))
@@ -82,8 +106,11 @@ class Engine:
     def recompute(self, seq_id: str) -> list[Event]:
         return self.handle(RecomputeSequence(SequenceId(seq_id)))
 
-    def abort(self, seq_id: str) -> list[Event]:
-        return self.handle(AbortSequence(SequenceId(seq_id)))
+    def abort(self, seq_id: str, index: int | None = None) -> list[Event]:
+        return self.handle(AbortSequence(SequenceId(seq_id), index))
+
+    def invalidate(self, token_ids: list[int] | None = None, salt: str | None = None) -> list[Event]:
+        return self.handle(InvalidateCache(None if token_ids is None else tuple(token_ids), salt))
 
     def release(self, seq_id: str) -> list[Event]:
         return self.handle(ReleaseSequence(SequenceId(seq_id)))
@@ -108,11 +135,13 @@ class Engine:
     def last_plan(self) -> list[tuple[str, int]]:
         return self.executor.plans[-1]
 
-    def expected(self, prompt: list[int], num_tokens: int, output: tuple[int, ...] = ()) -> list[int]:
+    def expected(
+        self, prompt: list[int], num_tokens: int, output: tuple[int, ...] = (), seed: int = 0
+    ) -> list[int]:
         """What an undisturbed run generates after `prompt` and `output`."""
         tokens = [*prompt, *output]
         for _ in range(num_tokens):
-            tokens.append(self.executor.next_token(tokens))
+            tokens.append(self.executor.next_token(tokens, seed))
         return tokens[len(prompt) + len(output) :]
 
     def fill(self, seq_id: str, token_ids: list[int]) -> None:
@@ -132,7 +161,10 @@ class Engine:
         return events
 
     def _note(self, event: Event) -> None:
-        seq_id = event.seq_id
+        """A further choice is noted under `seq_id#index`."""
+        seq_id: str = event.seq_id
+        if isinstance(event, TokensSampled) and event.index:
+            seq_id = f"{seq_id}#{event.index}"
         assert seq_id not in self.finished, f"an event after the end of {seq_id}"
         assert seq_id not in self.failed, f"an event after the failure of {seq_id}"
         match event:
@@ -143,6 +175,9 @@ class Engine:
             case PrefillProgressed(num_computed=num_computed):
                 assert seq_id in self.allocated
                 self.progress.setdefault(seq_id, []).append(num_computed)
+            case PromptScored(tokens=tokens):
+                assert seq_id not in self.tokens, "scored after the first token"
+                self.scores.setdefault(seq_id, []).extend(token.logprob for token in tokens)
             case TokensSampled(tokens=tokens, finish_reason=reason):
                 self.tokens.setdefault(seq_id, []).extend(token.token_id for token in tokens)
                 if reason is not None:

@@ -173,3 +173,70 @@ def test_an_idle_check_names_the_leaked_blocks() -> None:
     pool.check_integrity()
     with pytest.raises(EngineFault, match=str(block_ids)[1:-1]):
         pool.assert_idle()
+
+
+# ---- Invalidation ----
+
+
+def test_what_is_forgotten_goes_with_all_that_follows_it() -> None:
+    pool = BlockPool(9)
+    stem, other = chain((1, 2), (3, 4), (5, 6)), chain((7, 8))
+    branch = [stem[0], block_key(stem[0].block_hash, (9, 9))]
+    stem_ids, branch_id, other_ids = pool.allocate(3), pool.allocate(1), pool.allocate(1)
+    cache_all(pool, stem_ids, stem)
+    cache_all(pool, branch_id, branch[1:])
+    cache_all(pool, other_ids, other)
+    pool.free(stem_ids[1:])
+    dropped = pool.forget(lambda key: key.packed_token_ids == stem[0].packed_token_ids)
+    assert sorted(dropped) == sorted([*stem_ids, *branch_id])
+    assert pool.cached_prefix(stem) == []
+    assert pool.cached_prefix(other) == other_ids
+    pool.check_integrity()
+    pool.free([stem_ids[0], *branch_id, *other_ids])
+    assert pool.num_cached == 1
+    pool.assert_idle()
+
+
+def test_forgotten_blocks_do_not_come_back_with_the_block_before_them() -> None:
+    pool = BlockPool(9)
+    keys = chain((1, 2), (3, 4))
+    old_ids = pool.allocate(2)
+    cache_all(pool, old_ids, keys)
+    pool.forget(lambda key: True)
+    (new_id,) = pool.allocate(1)
+    pool.cache(new_id, keys[0])
+    assert pool.cached_prefix(keys) == [new_id]
+
+
+def test_a_block_is_not_cached_when_the_one_before_it_is_not() -> None:
+    pool = BlockPool(9)
+    keys = chain((1, 2), (3, 4))
+    block_ids = pool.allocate(2)
+    pool.cache(block_ids[1], keys[1])
+    assert not pool.is_cached(block_ids[1])
+    assert pool.num_cached == 0
+
+
+def test_evicting_a_head_takes_its_tail_along() -> None:
+    """The tail's owner has a twin of the head, so the head may be the older one."""
+    pool = BlockPool(4)
+    keys = chain((1, 2), (3, 4))
+    head, tail = pool.allocate(2)
+    pool.cache(head, keys[0])
+    pool.cache(tail, keys[1])
+    pool.free([head])
+    pool.allocate(2)
+    assert not pool.is_cached(tail)
+    pool.check_integrity()
+    pool.free([tail])
+    assert pool.num_free == 1
+
+
+def test_a_block_is_shared_when_references_are_left_beside_those_that_go() -> None:
+    pool = BlockPool(4)
+    (block_id,) = pool.allocate(1)
+    assert not pool.is_shared(block_id)
+    pool.share([block_id, block_id])
+    assert pool.is_shared(block_id)
+    assert pool.is_shared(block_id, num_leaving=1)
+    assert not pool.is_shared(block_id, num_leaving=2)

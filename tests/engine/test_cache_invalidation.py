@@ -1,0 +1,116 @@
+"""What nobody may hit any more after an invalidation, and what goes on undisturbed."""
+
+from __future__ import annotations
+
+from engine_harness import Engine, greedy
+
+PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19]
+OTHER = [31, 32, 33, 34, 35, 36, 37, 38, 39]
+
+
+def num_computed(engine: Engine, name: str, prompt: list[int], **more: object) -> int:
+    """How many tokens of a prompt are not taken from the cache."""
+    engine.add(name, prompt, greedy(1), **more)  # type: ignore[arg-type]
+    engine.step()
+    return dict(engine.last_plan)[name]
+
+
+def test_everything_is_forgotten() -> None:
+    engine = Engine()
+    num_computed(engine, "a", PROMPT)
+    num_computed(engine, "b", OTHER, salt="x")
+    engine.invalidate()
+    assert engine.core.stats().blocks_cached == 0
+    assert engine.core.stats().invalidated_blocks == 4
+    assert num_computed(engine, "c", PROMPT) == 9
+    assert num_computed(engine, "d", OTHER, salt="x") == 9
+    assert num_computed(engine, "e", PROMPT) == 1
+    engine.core.assert_idle()
+
+
+def test_a_prefix_is_forgotten_with_all_that_goes_on_from_it_and_others_stay() -> None:
+    engine = Engine()
+    num_computed(engine, "a", PROMPT)
+    num_computed(engine, "b", [*PROMPT[:4], *OTHER[:5]])
+    num_computed(engine, "c", OTHER)
+    engine.invalidate(PROMPT[:6])
+    assert num_computed(engine, "d", PROMPT) == 9
+    assert num_computed(engine, "e", OTHER) == 1
+
+
+def test_a_prefix_shorter_than_a_block_counts() -> None:
+    engine = Engine()
+    num_computed(engine, "a", PROMPT)
+    num_computed(engine, "b", OTHER)
+    engine.invalidate(PROMPT[:2])
+    assert num_computed(engine, "c", PROMPT) == 9
+    assert num_computed(engine, "d", OTHER) == 1
+
+
+def test_only_the_named_salt_is_forgotten() -> None:
+    engine = Engine()
+    for salt in ("x", "y"):
+        num_computed(engine, f"a{salt}", PROMPT, salt=salt)
+    engine.invalidate(None, "x")
+    assert num_computed(engine, "b", PROMPT, salt="x") == 9
+    assert num_computed(engine, "c", PROMPT, salt="y") == 1
+    engine.invalidate(PROMPT, None)
+    assert num_computed(engine, "d", PROMPT, salt="y") == 9
+
+
+def test_what_runs_goes_on_and_does_not_enter_the_cache_under_a_stale_name() -> None:
+    engine = Engine()
+    engine.add("a", PROMPT, greedy(10))
+    engine.step()
+    engine.invalidate()
+    engine.run()
+    assert engine.tokens["a"] == engine.expected(PROMPT, 10)
+    assert engine.core.stats().blocks_cached == 0
+    assert num_computed(engine, "b", PROMPT) == 9
+    assert engine.core.stats().blocks_cached == 2
+
+
+def test_a_first_block_that_is_not_complete_is_stale_too() -> None:
+    engine = Engine(max_num_batched_tokens=8, block_size=16)
+    engine.add("a", PROMPT, greedy(12))
+    engine.step()
+    engine.invalidate([*PROMPT, 77])  # nothing is cached of it, and the running one may become it
+    engine.invalidate(PROMPT)
+    engine.run()
+    assert engine.core.stats().blocks_cached == 0
+
+
+def test_a_fetch_that_was_under_way_stays_out_of_the_cache() -> None:
+    engine = Engine()
+    first = tuple(engine.expected(PROMPT, 1))
+    engine.reserve("a", PROMPT, first, greedy(3))
+    engine.invalidate()
+    engine.fill("a", PROMPT)
+    engine.admit("a")
+    engine.run()
+    assert engine.tokens["a"] == engine.expected(PROMPT, 3)[1:]
+    assert num_computed(engine, "b", PROMPT) == 9
+
+
+def test_a_sequence_that_starts_over_after_an_invalidation_may_use_the_cache_again() -> None:
+    engine = Engine()
+    engine.reserve("a", PROMPT, tuple(engine.expected(PROMPT, 1)), greedy(3))
+    engine.invalidate()
+    engine.recompute("a")
+    engine.run()
+    assert num_computed(engine, "b", PROMPT) == 1
+
+
+def test_a_swapped_sequence_comes_back_with_its_old_kv_alone() -> None:
+    engine = Engine(num_blocks=11, max_num_seqs=4, preemption="swap", num_host_blocks=20)
+    for name in "abc":
+        engine.add(name, [ord(name), *PROMPT[:7]], greedy(16))
+    while not engine.core.stats().num_swapped:
+        engine.step()
+    engine.invalidate()
+    swapped_out = engine.core.stats().swapped_out_blocks
+    engine.run()
+    assert engine.core.stats().swapped_in_blocks >= swapped_out
+    for name in "abc":
+        assert engine.tokens[name] == engine.expected([ord(name), *PROMPT[:7]], 16)
+    engine.core.assert_idle()
