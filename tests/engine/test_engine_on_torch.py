@@ -46,6 +46,13 @@ def make_core(num_blocks: int, num_host_blocks: int = 0, **settings: Any) -> Eng
     return EngineCore(config, ModelRunner(twins().model, kv_cache, (2,), pool), frozenset([2]), lambda: 0.0)
 
 
+LOADS: list[tuple[int, int, int, dict[str, Any]]] = [  # prompt length, max_tokens, choices, parameters
+    (30, 40, 1, {"logprobs": 2, "repetition_penalty": 1.2}),
+    (50, 30, 3, {"frequency_penalty": 0.5, "bad_words": ((7,), (8, 9))}),
+    (16, 60, 1, {"top_p": 0.9, "min_tokens": 20, "logit_bias": ((5, 2.0),)}),
+    (70, 20, 2, {"prompt_logprobs": 2, "logprobs": 0}),
+    (9, 50, 4, {"top_k": 50, "presence_penalty": 0.3}),
+]
 REQUESTS = [
     AddSequence(
         SequenceId(f"s{i}"),
@@ -55,15 +62,7 @@ REQUESTS = [
         ),
         num_samples=num_samples,
     )
-    for i, (length, max_tokens, num_samples, more) in enumerate(
-        [
-            (30, 40, 1, {"logprobs": 2, "repetition_penalty": 1.2}),
-            (50, 30, 3, {"frequency_penalty": 0.5, "bad_words": ((7,), (8, 9))}),
-            (16, 60, 1, {"top_p": 0.9, "min_tokens": 20, "logit_bias": ((5, 2.0),)}),
-            (70, 20, 2, {"prompt_logprobs": 2, "logprobs": 0}),
-            (9, 50, 4, {"top_k": 50, "presence_penalty": 0.3}),
-        ]
-    )
+    for i, (length, max_tokens, num_samples, more) in enumerate(LOADS)
 ]
 
 
