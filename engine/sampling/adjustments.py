@@ -44,8 +44,8 @@ def _discourage_repetition(logits: torch.Tensor, sequences: Items[Sequence]) -> 
     penalties = np.array([s.sampling.repetition_penalty for s in sequences], dtype=np.float32)
     flat, index = logits.view(-1), _to_device(cells, logits)
     penalty = _to_device(penalties[cells // logits.shape[1]], logits)
-    values = flat.index_select(0, index)
-    flat.index_copy_(0, index, torch.where(values > 0, values / penalty, values * penalty))
+    values = flat.gather(0, index)
+    flat.scatter_(0, index, torch.where(values > 0, values / penalty, values * penalty))
 
 
 def _discourage_output(logits: torch.Tensor, sequences: Items[Sequence]) -> None:
@@ -111,8 +111,9 @@ def _cells(token_ids_by_row: Mapping[int, Collection[int]], vocab_size: int) -> 
 
 
 def _add(logits: torch.Tensor, cells: Cells, values: npt.NDArray[np.float64]) -> None:
+    """`cells` has none twice."""
     added = _to_device(values.astype(np.float32), logits)
-    logits.view(-1).index_add_(0, _to_device(cells, logits), added)
+    logits.view(-1).scatter_add_(0, _to_device(cells, logits), added)
 
 
 def _to_device(array: npt.NDArray[np.int64] | npt.NDArray[np.float32], like: torch.Tensor) -> torch.Tensor:

@@ -149,16 +149,16 @@ def test_a_copied_block_parts_two_sequences_that_shared_it() -> None:
     first, second = (dealer.sequence(prompt, 8, seed=seed, **settings) for seed in (1, 2))
     first.siblings.append(second)
     result = runner.execute(StepPlan([Slice(first, 37)], 37))
-    tokens = [[result.tokens[0]], [result.siblings[0][0]]]
+    firsts = [result.tokens[0], result.siblings[0][0]]
     first.siblings = []
     second.block_table[:2] = first.block_table[:2]
     runner.execute(StepPlan((), 0, copies=[(first.block_table[2], second.block_table[2])]))
-    for sequence, (token,) in zip((first, second), tokens, strict=True):
+    for sequence, token in zip((first, second), firsts, strict=True):
         assert token is not None
         sequence.num_computed = 37
         sequence.token_ids.append(token.token_id)
     rest = generate(runner, [first, second])
-    assert [begun + others for begun, others in zip(tokens, rest, strict=True)] == alone
+    assert [[token, *others] for token, others in zip(firsts, rest, strict=True)] == alone
 
 
 @pytest.mark.parametrize("moves", [{"swaps_out": [(1, 0)]}, {"swaps_in": [(0, 1)]}], ids=str)
