@@ -187,6 +187,8 @@ class NixlFetch:
         self._num_bytes = num_bytes
         self._peers = peers
         self._status = FetchStatus.PENDING
+        self._is_stuck = False
+        """It failed and could not be cancelled."""
         peers.begin_read(name)
         self._step(agent.post)
 
@@ -205,6 +207,8 @@ class NixlFetch:
 
     def _step(self, ask: Callable[[int], bool]) -> None:
         """Ask NIXL whether the read is done, and take leave of the request when it is terminal."""
+        if self._is_stuck:
+            return
         try:
             with self._library.translated(f"read from {self._name}"):
                 is_done = ask(self._handle)
@@ -216,11 +220,18 @@ class NixlFetch:
                 self._end(FetchStatus.DONE)
 
     def _end(self, status: FetchStatus) -> None:
-        """The request is given back first: that cancels what a failed read may still have under way."""
+        """The request is given back first: that cancels what a failed read may still have under way.
+
+        When that fails the read may go on for ever, and so it stays pending for ever: its blocks are
+        never used again. NIXL is not asked twice, since it drops the request the second time without
+        cancelling it. A read that is done has nothing left to cancel.
+        """
         try:
             with self._library.translated(f"give back a read from {self._name}"):
                 self._agent.release(self._handle)
         except TransferFailed as error:
             logger.error("%s", error.message)  # noqa: TRY400 - the message says it all
-        self._peers.end_read(self._name)
-        self._status = status
+            self._is_stuck = status is not FetchStatus.DONE
+        if not self._is_stuck:
+            self._peers.end_read(self._name)
+            self._status = status
