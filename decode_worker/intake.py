@@ -223,7 +223,8 @@ class Intake:
         if not remote:
             return  # validated when they entered the cache; `run` gives the ticket back
         self.state = IntakeState.FETCHING
-        num_bytes = await self._fetch(peer, remote, local)
+        agent = await self._connect(peer, keeper)
+        num_bytes = await self._fetch(peer, agent, remote, local)
         self._raise_if_dropped()
         self.state = IntakeState.VALIDATING
         await self._validate(peer)
@@ -234,10 +235,20 @@ class Intake:
         )
         self._tools.metrics.observe_fetch(self.receipt, len(remote))
 
-    async def _fetch(self, peer: Peer, remote: Sequence[BlockId], local: Sequence[BlockId]) -> int:
-        """Step 2. Returns the bytes read; comes back only when no read is pending (or never will end)."""
-        agent = await peer.connect()
+    async def _connect(self, peer: Peer, keeper: LeaseKeeper) -> str:
+        """Before step 2's read, so that no block is touched yet and both drop and loss may end it."""
+        handshake = peer.handshake()
+        waits: set[asyncio.Future[Any]] = {handshake, self._dropped, keeper.lost}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         self._raise_if_dropped()
+        if not handshake.done():
+            raise keeper.lost.result()
+        return handshake.result()
+
+    async def _fetch(
+        self, peer: Peer, agent: str, remote: Sequence[BlockId], local: Sequence[BlockId]
+    ) -> int:
+        """Step 2. Returns the bytes read; comes back only when no read is pending (or never will end)."""
         try:
             async with asyncio.timeout(self._tools.config.fetch_limit_s):
                 read = await self._start_read(peer, agent, remote, local)

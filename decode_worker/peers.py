@@ -25,6 +25,9 @@ from protocol.ports import Clock
 
 _log = logging.getLogger(__name__)
 
+CONNECT_AHEAD_S = 1.0
+"""How long a look at the directory waits for the handshakes that it caused."""
+
 
 class Peer:
     """One owner. Used on one event loop."""
@@ -45,14 +48,15 @@ class Peer:
         self.num_reading = 0
         """Reads that the transport has not ended; the connection stays while there are any."""
         self.last_seen_s = now_s
-        self.trouble = ""
-        """Why the last attempt to connect ahead failed."""
+        self._trouble = ""
+        """Why the last handshake failed."""
         self._reader = reader
         self._fingerprint = fingerprint
         self._connect_timeout_s = connect_timeout_s
         self._agent: str | None = None
         self._is_stale = False
-        self._handshake = asyncio.Lock()
+        self._flight: asyncio.Task[str] | None = None
+        """The handshake under way, or the last one."""
 
     @property
     def connected(self) -> bool:
@@ -63,26 +67,48 @@ class Peer:
 
         Raises `LayoutMismatch`, or `TransferFailed` when the owner cannot be reached.
         """
-        async with self._handshake:
-            if self._is_stale and self.num_reading == 0:
-                await self._disconnect()
-            if self._agent is None:
-                self._agent = await self._shake_hands()
-            return self._agent
+        return await asyncio.shield(self.handshake())
+
+    def handshake(self) -> asyncio.Future[str]:
+        """What `connect` waits for, shared by all who wait now: an owner that does not answer costs them
+        one time limit together, not one after the other. Not to be cancelled."""
+        if self._flight is None or self._flight.done():
+            self._flight = asyncio.create_task(self._connect(), name=f"handshake with {self.identity}")
+            self._flight.add_done_callback(self._landed)
+        return self._flight
 
     def mark_stale(self) -> None:
         """A read from it failed: connect anew before the next one, once no other is pending."""
         self._is_stale = True
 
     async def close(self) -> None:
-        """Disconnect, unless a read is pending that may never end."""
-        async with self._handshake:
-            try:
-                if self.num_reading == 0:
-                    await self._disconnect()
-            except TransferFailed as error:
-                _log.warning("%s stays connected: %s", self.identity, error.message)
-            await self.owner.close()
+        """Disconnect, unless a read is pending that may never end. Nobody waits for a handshake then."""
+        if self._flight is not None:
+            self._flight.cancel()
+            await asyncio.wait([self._flight])
+        try:
+            if self.num_reading == 0:
+                await self._disconnect()
+        except TransferFailed as error:
+            _log.warning("%s stays connected: %s", self.identity, error.message)
+        await self.owner.close()
+
+    async def _connect(self) -> str:
+        if self._is_stale and self.num_reading == 0:
+            await self._disconnect()
+        if self._agent is None:
+            self._agent = await self._shake_hands()
+        return self._agent
+
+    def _landed(self, flight: asyncio.Task[str]) -> None:
+        """Those who waited get the error, too; there may be none of them left."""
+        if flight.cancelled():
+            return
+        error = flight.exception()
+        trouble = "" if error is None else getattr(error, "message", repr(error))
+        if trouble and trouble != self._trouble:  # said once, not every second
+            _log.warning("no connection to %s: %s", self.identity, trouble)
+        self._trouble = trouble
 
     async def _shake_hands(self) -> str:
         try:
@@ -163,18 +189,24 @@ class Peers:
             peer.last_seen_s = self._clock()
 
     async def refresh(self, records: Iterable[WorkerRecord]) -> None:
-        """Connect to the owners that live, and forget those that were not seen for a while."""
+        """Connect to the owners that live, and forget those that were not seen for a while.
+
+        Handshakes that take long go on by themselves: they hold up no owner that comes later. Whoever
+        needs an owner that could not be connected gets the error again, with a request to fail.
+        """
         owners = [record for record in records if record.role is Role.PREFILL]
         for record in owners:
             self._known(record.identity, record.address).last_seen_s = self._clock()
         await self._forget_missing()
-        await asyncio.gather(*map(self._connect, [self._peers[o.identity] for o in owners]))
+        peers = [self._peers[owner.identity] for owner in owners]
+        flights = [peer.handshake() for peer in peers if not peer.connected]
+        if flights:
+            await asyncio.wait(flights, timeout=CONNECT_AHEAD_S)
 
     async def close(self) -> None:
-        """Drop all connections."""
-        while self._peers:
-            _, peer = self._peers.popitem()
-            await peer.close()
+        """Drop all connections, at the same time: one that hangs does not hold up the others."""
+        peers, self._peers = list(self._peers.values()), {}
+        await asyncio.gather(*(peer.close() for peer in peers))
 
     def _known(self, identity: WorkerIdentity, address: str) -> Peer:
         peer = self._peers.get(identity)
@@ -197,15 +229,3 @@ class Peers:
             if peer.num_users == 0 and peer.last_seen_s < seen_since_s:
                 del self._peers[identity]
                 await peer.close()
-
-    async def _connect(self, peer: Peer) -> None:
-        """Ahead of need: whoever needs it in vain gets the error again, with a request to fail."""
-        if peer.connected:
-            return
-        try:
-            await peer.connect()
-            peer.trouble = ""
-        except SplitserveError as error:
-            if error.message != peer.trouble:  # said once, not every second
-                _log.warning("no connection to %s: %s", peer.identity, error.message)
-            peer.trouble = error.message

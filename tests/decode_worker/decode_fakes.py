@@ -49,9 +49,13 @@ class FakeOwner:
         self.fails_with: SplitserveError | None = None
         self.release_fails_with: SplitserveError | None = None
         self.is_closed = False
+        self.answers = asyncio.Event()
+        self.answers.set()
+        """Cleared: `connect` does not return."""
 
     async def connect(self) -> OwnerHello:
         self._called("connect")
+        await self.answers.wait()
         endpoint = TransportEndpoint("fake", self.agent, PoolDescription(100, BLOCK_BYTES), b"")
         return OwnerHello(self.identity, self.fingerprint, endpoint)
 

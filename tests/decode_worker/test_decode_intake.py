@@ -249,6 +249,58 @@ async def test_unreachable_owner_means_recompute() -> None:
     bench.assert_idle()
 
 
+async def bench_in_handshake() -> tuple[DecodeBench, SequenceId]:
+    """A session whose only request has its blocks and waits for an owner that does not answer."""
+    bench = DecodeBench()
+    bench.owner.answers.clear()
+    bench.submit()
+    await settle()
+    seq_id = bench.reserved()
+    bench.allocate(seq_id)
+    await settle()
+    assert bench.owner.calls == ["connect"]
+    return bench, seq_id
+
+
+@virtual_time
+async def test_dropped_intake_does_not_wait_for_the_handshake() -> None:
+    bench, seq_id = await bench_in_handshake()
+    bench.abort()
+    await settle()
+    assert bench.engine.take() == [AbortSequence(seq_id)]
+    bench.assert_idle()
+    await bench.peers.close()
+
+
+@virtual_time
+async def test_lease_lost_during_the_handshake_recomputes_at_once() -> None:
+    bench, seq_id = await bench_in_handshake()
+    bench.owner.is_held = False
+    await asyncio.sleep(LEASE_S / 9)
+    assert bench.engine.take() == [RecomputeSequence(seq_id)]
+    bench.abort()
+    await settle()
+    bench.assert_idle()
+    await bench.peers.close()
+
+
+@virtual_time
+async def test_intakes_of_a_dead_owner_wait_for_one_time_limit_together() -> None:
+    bench = DecodeBench()
+    bench.owner.answers.clear()
+    for name in "abc":
+        bench.submit(make_request(name))
+    await settle()
+    for reserve in bench.engine.take():
+        assert isinstance(reserve, ReserveSequence)
+        bench.allocate(reserve.seq_id)
+    await asyncio.sleep(10.1)
+    assert [type(command) for command in bench.engine.take()] == [RecomputeSequence] * 3
+    bench.session.end()
+    await settle()
+    bench.assert_idle()
+
+
 @virtual_time
 async def test_owner_that_restarted_is_another_owner() -> None:
     bench = DecodeBench(OnKvFailure.FAIL)

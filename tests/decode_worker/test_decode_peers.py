@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from decode_fakes import FakeOwner, FakeReader
-from virtual_time import virtual_time
+from virtual_time import settle, virtual_time
 from worker_fakes import D0, FINGERPRINT, P0
 
 from decode_worker.peers import Peers
@@ -178,3 +178,56 @@ async def test_transport_that_hangs_holds_up_neither_a_new_connection_nor_the_en
             await peer.connect()
     await bench.peers.close()
     assert bench.owner(P0).calls == ["connect"]
+
+
+@virtual_time
+async def test_all_who_wait_for_a_dead_owner_fail_together() -> None:
+    """One after the other they would wait for as many time limits as they are."""
+    bench = Bench()
+    record = bench.record(P0)
+    bench.reader.works.clear()
+    started_s = asyncio.get_running_loop().time()
+    with bench.peers.use(P0, record.address) as peer:
+        results = await asyncio.gather(*[peer.connect() for _ in range(7)], return_exceptions=True)
+    assert [type(result) for result in results] == [TransferFailed] * 7
+    assert bench.owner(P0).calls == ["connect"]
+    assert asyncio.get_running_loop().time() - started_s == pytest.approx(5.0, abs=0.1)
+
+
+@virtual_time
+async def test_handshake_goes_on_for_the_others_when_one_stops_waiting() -> None:
+    bench = Bench()
+    record = bench.record(P0)
+    bench.reader.works.clear()
+    with bench.peers.use(P0, record.address) as peer:
+        impatient, patient = (asyncio.create_task(peer.connect()) for _ in range(2))
+        await settle()
+        impatient.cancel()
+        await settle()
+        bench.reader.works.set()
+        assert await patient == "agent-p-first"
+    assert bench.owner(P0).calls == ["connect"]
+
+
+@virtual_time
+async def test_dead_owner_does_not_hold_up_the_connection_to_a_new_one() -> None:
+    bench = Bench()
+    dead, alive = bench.record(P0), bench.record(P0_AGAIN)
+    bench.owner(P0).answers.clear()
+    await asyncio.wait_for(bench.peers.refresh([dead]), timeout=2)
+    await asyncio.wait_for(bench.peers.refresh([dead, alive]), timeout=2)
+    assert bench.reader.connected == ["agent-p-second"]
+    assert bench.owner(P0).calls == ["connect"]
+    await asyncio.wait_for(bench.peers.close(), timeout=1)
+    assert bench.owner(P0).is_closed
+
+
+@virtual_time
+async def test_trouble_with_an_owner_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    record = bench.record(P0)
+    bench.owner(P0).fails_with = WorkerUnavailable("down")
+    for _ in range(5):
+        await bench.peers.refresh([record])
+    assert caplog.text.count("no connection to") == 1
+    assert bench.owner(P0).calls == ["connect"] * 5
