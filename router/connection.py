@@ -53,7 +53,10 @@ class Connect(Protocol):
         on_frame: Callable[[Any], None],
         on_broken: Callable[[SplitserveError], None],
     ) -> Connection:
-        """`on_frame` gets every frame, `on_broken` the reason whenever an established stream ends."""
+        """`on_frame` gets every frame, `on_broken` the reason whenever an established stream ends.
+
+        What `on_frame` raises breaks the stream.
+        """
 
 
 class GrpcConnection:

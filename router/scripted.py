@@ -230,7 +230,7 @@ class ScriptedConnection:
         on_frame: Callable[[Any], None],
         on_broken: Callable[[SplitserveError], None],
     ) -> None:
-        self.on_frame = on_frame
+        self._on_frame = on_frame
         self._worker = worker
         self._on_broken = on_broken
         self.is_closed = False
@@ -243,6 +243,14 @@ class ScriptedConnection:
 
     def send(self, command: Any) -> None:
         self._worker.receive(command)
+
+    def on_frame(self, frame: Any) -> None:
+        """Deliver a frame. One that is refused ends the stream."""
+        try:
+            self._on_frame(frame)
+        except SplitserveError as error:
+            self._worker.detach(self)
+            self._on_broken(error)
 
     def broken(self) -> None:
         self._on_broken(WorkerUnavailable(f"{self._worker.identity}: the stream broke"))

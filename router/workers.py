@@ -78,8 +78,8 @@ class Member(Generic[LinkT]):
         try:
             load = self.client.on_frame(frame)
         except ValueError as error:
-            self._on_broken(EngineFault(f"{self.identity} sent a frame that makes no sense: {error}"))
-            return
+            # This gives the stream up, so that the worker learns that nobody waits for the rest.
+            raise EngineFault(f"{self.identity} sent a frame that makes no sense: {error}") from error
         if load is not None:
             self.load = load
         if not was_up:
@@ -129,11 +129,14 @@ class WorkerSet:
             await asyncio.wait(set(self._closing), timeout=self._settings.stop_timeout_s)
 
     def check(self) -> None:
-        """Raise `EngineFault` when the directory is no longer followed."""
+        """Raise `EngineFault` when the directory is no longer followed, or a worker no longer tried."""
         follower = self._follower
         if follower is None or follower.done():
             cause = follower.exception() if follower and not follower.cancelled() else None
             raise EngineFault("the router does not follow the directory any more") from cause
+        for identity, connecting in self._connecting.items():
+            if connecting.done() and not connecting.cancelled() and connecting.exception() is not None:
+                raise EngineFault(f"the router gave {identity} up") from connecting.exception()
 
     def prefill_workers(self) -> list[Member[PrefillLink]]:
         return [m for m in self._members.values() if isinstance(m.client, PrefillLink) and m.is_usable]

@@ -1,24 +1,28 @@
 """How does a router keep one stream to a worker alive, and learn at once when it is not?
 
     start ──> CONNECTED ──(stream ends | no frame for `frame_timeout_s`)──> BROKEN ──backoff──> CONNECTED
-                                                                              │ on_broken, once
-A worker sends a frame at least every second, so silence means trouble.
+                       | a frame that is refused                               │ on_broken, once
+A worker sends a frame at least every second, so silence means trouble. So does a frame that cannot be
+handled: the stream is given up, lest the worker compute for requests that nobody waits for any more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import grpc
 
-from protocol.errors import SplitserveError, WorkerUnavailable
+from protocol.errors import EngineFault, SplitserveError, WorkerUnavailable
 from protocol.ports import Clock
 from rpc.failures import error_from_rpc
 
 CommandT = TypeVar("CommandT")
 FrameT = TypeVar("FrameT")
+
+logger = logging.getLogger(__name__)
 
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
@@ -27,8 +31,9 @@ MAX_BACKOFF_S = 2.0
 class WorkerSession(Generic[CommandT, FrameT]):
     """One multiplexed stream to one worker. Used on one event loop.
 
-    `on_frame` gets every frame, `on_broken` the reason whenever an established stream ends for any
-    cause but `close`; whatever was submitted on it is lost by then. Both must not raise.
+    `on_frame` gets every frame. What it raises breaks the stream: a `SplitserveError` is the reason as
+    it stands, anything else is a bug, which is logged. `on_broken` gets the reason whenever an
+    established stream ends for any cause but `close`; whatever was submitted on it is lost by then.
     """
 
     def __init__(
@@ -61,22 +66,29 @@ class WorkerSession(Generic[CommandT, FrameT]):
         """Connect, and stay connected until `close`.
 
         Returns when the first frame is there. Raises the reason when it does not come within
-        `frame_timeout_s`; the session then does not go on trying.
+        `frame_timeout_s`, or is refused; the session then does not go on trying.
         """
         await self._connect()
         self._task = asyncio.create_task(self._run())
 
     async def send(self, command: CommandT) -> None:
-        """Write one command. Raises `WorkerUnavailable` when no stream is up."""
+        """Write one command. Raises `WorkerUnavailable` when no stream is up, or it breaks over this."""
         call = self._call
         if call is None:
             raise WorkerUnavailable(f"{self._peer}: not connected")
         try:
             async with asyncio.timeout(self._frame_timeout_s):
                 await call.write(command)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
+        except asyncio.CancelledError as error:
+            if _is_being_cancelled() or not call.cancelled():
+                raise
+            raise self._broke_while_sending(error) from error
+        except Exception as error:  # whatever it was, whoever waits for an answer must hear of it
             call.cancel()
-            raise WorkerUnavailable(f"{self._peer}: the stream broke while sending") from error
+            raise self._broke_while_sending(error) from error
+
+    def _broke_while_sending(self, error: BaseException) -> WorkerUnavailable:
+        return WorkerUnavailable(f"{self._peer}: the stream broke while sending ({type(error).__name__})")
 
     async def close(self) -> None:
         """End the stream; `on_broken` is not called. Idempotent, bounded."""
@@ -97,7 +109,30 @@ class WorkerSession(Generic[CommandT, FrameT]):
             raise
         self._call = call
         self._connected_at_s = self._clock()
-        self._on_frame(first)
+        try:
+            self._deliver(first)
+        except SplitserveError as error:
+            self._drop_call()
+            self._tell_broken(error)
+            raise
+
+    def _deliver(self, frame: FrameT) -> None:
+        """Raises `SplitserveError`, whatever `on_frame` raises."""
+        try:
+            self._on_frame(frame)
+        except SplitserveError:
+            raise
+        except Exception as error:
+            logger.exception("a frame of %s could not be handled", self._peer)
+            raise EngineFault(
+                f"{self._peer}: a frame could not be handled: {type(error).__name__}: {error}"
+            ) from error
+
+    def _tell_broken(self, error: SplitserveError) -> None:
+        try:
+            self._on_broken(error)
+        except Exception:  # a bug there must not end the session: nobody would reconnect
+            logger.exception("the end of the stream to %s could not be told", self._peer)
 
     async def _read(self, call: grpc.aio.StreamStreamCall[CommandT, FrameT]) -> FrameT:
         """The next frame. Raises the reason when there is none in time."""
@@ -120,14 +155,14 @@ class WorkerSession(Generic[CommandT, FrameT]):
 
     async def _run(self) -> None:
         while True:
-            self._on_broken(await self._read_until_broken())
+            self._tell_broken(await self._read_until_broken())
             await self._reconnect()
 
     async def _read_until_broken(self) -> SplitserveError:
         assert self._call is not None, "a session reads only while connected"  # noqa: S101
         try:
             while True:
-                self._on_frame(await self._read(self._call))
+                self._deliver(await self._read(self._call))
         except SplitserveError as error:
             return error
         finally:

@@ -157,6 +157,21 @@ async def test_frame_that_makes_no_sense_fails_the_requests_there() -> None:
 
 
 @virtual_time
+async def test_bug_in_connecting_to_a_worker_is_not_silent() -> None:
+    cluster = ScriptedCluster(nothing)
+    worker = cluster.add_worker(Role.DECODE)
+
+    def attach(connection: object) -> None:
+        raise ZeroDivisionError
+
+    worker.attach = attach  # type: ignore[method-assign]
+    async with worker_set(cluster) as workers:
+        await asyncio.sleep(0.1)
+        with pytest.raises(EngineFault, match=f"gave {worker.identity} up"):
+            workers.check()
+
+
+@virtual_time
 async def test_bug_in_following_the_directory_is_not_silent() -> None:
     class Broken(ScriptedCluster):
         async def workers(self) -> tuple[WorkerRecord, ...]:
@@ -197,6 +212,30 @@ class EchoPrefill(PrefillWorkerServicer):
         raise NotImplementedError
 
 
+class GarblingPrefill(EchoPrefill):
+    """Answers the first submit of all with a frame that makes no sense, and is well afterwards."""
+
+    def __init__(self) -> None:
+        self.num_open = 0
+        self.num_opened = 0
+
+    async def Serve(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        self.num_open += 1
+        self.num_opened += 1
+        try:
+            if self.num_opened > 1:
+                return await super().Serve(request_iterator, context)
+            outbox: FrameOutbox[pb.PrefillFrame] = FrameOutbox(pb.PrefillFrame, lambda frame: None)
+            await run_session(
+                request_iterator,
+                lambda _: outbox.pending().done.append(pb.PrefillDone()),
+                outbox,
+                context.write,
+            )
+        finally:
+            self.num_open -= 1
+
+
 class EchoDecode(DecodeWorkerServicer):
     """Answers every submit with its first token again."""
 
@@ -212,7 +251,9 @@ class EchoDecode(DecodeWorkerServicer):
         await run_session(request_iterator, on_command, outbox, context.write)
 
 
-async def serve(cluster: ScriptedCluster, role: Role) -> RunningServer:
+async def serve(
+    cluster: ScriptedCluster, role: Role, prefill: PrefillWorkerServicer | None = None
+) -> RunningServer:
     """A gRPC worker that the directory lists."""
     record = cluster.add_worker(role).record
     registry = CollectorRegistry()
@@ -224,7 +265,7 @@ async def serve(cluster: ScriptedCluster, role: Role) -> RunningServer:
             raise EngineFault("the engine is broken")
 
     registrars = [
-        partial(add[0], EchoPrefill()) if role is Role.PREFILL else partial(add[1], EchoDecode()),
+        partial(add[0], prefill or EchoPrefill()) if role is Role.PREFILL else partial(add[1], EchoDecode()),
         partial(add_WorkerAdminServicer_to_server, AdminService(lambda: record, registry, forget)),
     ]
     server = await start_server(registrars, "127.0.0.1", 0, "secret")
@@ -263,6 +304,32 @@ async def test_requests_travel_over_grpc_and_a_dead_server_is_noticed() -> None:
         await workers.stop()
         for server in servers:
             await server.stop(0)
+
+
+async def test_worker_whose_frame_makes_no_sense_learns_that_nobody_waits_and_is_used_again() -> None:
+    """With its stream left open it would go on computing for requests that have failed here."""
+    cluster = ScriptedCluster(nothing)
+    prefill = GarblingPrefill()
+    server = await serve(cluster, Role.PREFILL, prefill)
+    workers = WorkerSet(cluster, grpc_connect("secret", time.monotonic, 5.0), SETTINGS, time.monotonic)
+    await workers.start()
+    try:
+        async with asyncio.timeout(10):
+            while not names(workers):
+                await workers.changed()
+            with pytest.raises(EngineFault, match="makes no sense"):
+                await workers.prefill_workers()[0].client.prefill(REQUEST)
+            assert names(workers) == []
+            while not names(workers):
+                await workers.changed()
+            done = await workers.prefill_workers()[0].client.prefill(REQUEST)
+            assert done.firsts[0].tokens[0].token_id == 2
+            while prefill.num_open > 1:
+                await asyncio.sleep(0.01)
+        assert prefill.num_opened == 2
+    finally:
+        await workers.stop()
+        await server.stop(0)
 
 
 async def test_wrong_cluster_token_never_connects() -> None:
