@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TextIO
 
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, HttpConfig
 from protocol.ports import Clock
 
 
@@ -61,7 +64,7 @@ def what_to_try(config: ClusterConfig) -> list[str]:
         '        messages=[{"role": "user", "content": "Tell me a joke."}]):',
         '    print(chunk.choices[0].delta.content or "", end="", flush=True)',
         "",
-        "splitserve status    splitserve verify    Ctrl-C stops everything",
+        f"{_own_command()} status{_port_flag(config)}    Ctrl-C stops everything",
     ]
 
 
@@ -69,3 +72,13 @@ def public_url(config: ClusterConfig) -> str:
     """Where a client on this machine connects."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.http.host, config.http.host)  # noqa: S104
     return f"http://[{host}]:{config.http.port}" if ":" in host else f"http://{host}:{config.http.port}"
+
+
+def _own_command() -> str:
+    """How to call this program again from where it was called: it need not be on the PATH."""
+    found = shutil.which(Path(sys.argv[0]).name)
+    return Path(sys.argv[0]).name if found else os.path.relpath(sys.argv[0])
+
+
+def _port_flag(config: ClusterConfig) -> str:
+    return "" if config.http.port == HttpConfig().port else f" --port {config.http.port}"

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cluster.config import ClusterConfig
+from cluster.logs import log_to_serve
 
 if TYPE_CHECKING:
     from decode_worker import DecodeWorker
@@ -24,6 +25,7 @@ def build_prefill_worker(config: ClusterConfig, token: str, replica_name: str) -
     from cluster import compose
     from cluster.ray_directory import RayDirectory
 
+    log_to_serve()
     keep_serve_on_loopback(config)
     with collecting_no_garbage():
         return compose.build_prefill_worker(
@@ -35,6 +37,7 @@ def build_decode_worker(config: ClusterConfig, token: str, replica_name: str) ->
     from cluster import compose
     from cluster.ray_directory import RayDirectory
 
+    log_to_serve()
     keep_serve_on_loopback(config)
     with collecting_no_garbage():
         return compose.build_decode_worker(
@@ -46,6 +49,7 @@ def build_router(config: ClusterConfig, token: str) -> Router:
     from cluster import compose
     from cluster.ray_directory import RayDirectory
 
+    log_to_serve()
     keep_serve_on_loopback(config)
     with collecting_no_garbage():
         return compose.build_router(config, token=token, directory=RayDirectory())

@@ -157,11 +157,14 @@ class ClusterRun:
 
 
 def _prepare_model(config: ClusterConfig) -> str:
-    """Find, download or convert the model, so that all replicas find it done."""
+    """Find, download or convert the model, so that all replicas find it done; check what can be checked."""
     from cluster.compose import open_model
+    from cluster.preflight import check_before_start
     from engine.weights import console_progress
 
-    return str(open_model(config, console_progress()).path)
+    folder = open_model(config, console_progress())
+    check_before_start(config, folder)
+    return str(folder.path)
 
 
 def _import_application() -> None:
