@@ -32,6 +32,6 @@ def _check_holds_a_block(name: str, config: ClusterConfig, pool: PoolConfig, mod
     least_bytes = 2 * elements * (4 if config.dtype == "float32" else MIN_ELEMENT_BYTES)
     if pool.kv_cache_memory < least_bytes:
         raise StartupError(
-            f"{name}.kv_cache_memory is {pool.kv_cache_memory:,} bytes, but two blocks of {config.block_size} "
-            f"tokens of this model take {least_bytes:,}: raise it"
+            f"{name}.kv_cache_memory is {pool.kv_cache_memory:,} bytes, but two blocks of "
+            f"{config.block_size} tokens of this model take {least_bytes:,}: raise it"
         )
