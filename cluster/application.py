@@ -95,7 +95,7 @@ def delete(*, with_serve: bool) -> None:
     serve.delete(APPLICATION)
     remove_directory()
     if with_serve and not serve.status().applications:
-        serve.shutdown()
+        serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 Deployments = Mapping[str, DeploymentStatusOverview]
