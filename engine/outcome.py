@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 
 from engine.arrivals import finish_reason
 from engine.choices import hold_together, part_by_first_token, part_by_last_token
-from engine.messages import Event, PrefillProgressed, PromptScored, TokensSampled
+from engine.messages import Event, PrefillProgressed, PromptScored, SequenceFailed, TokensSampled
 from engine.plan import Slice, StepPlan, StepResult
 from engine.roster import Roster
 from engine.sequence import Sequence
@@ -24,11 +24,40 @@ def apply_result(roster: Roster, plan: StepPlan, result: StepResult, events: lis
         raise EngineFault(f"{len(plan.slices)} slices gave {len(result.tokens)} results")
     if not plan.slices:
         return
+    if result.failed:
+        _apply_partly(roster, plan, result, events)
+        return
     num_decodes = plan.num_decodes
     _apply_decodes(roster, plan.slices[:num_decodes], result.tokens[:num_decodes], events)
     for position in range(num_decodes, len(plan.slices)):
         _apply_chunk(roster, plan.slices[position], position, result, events)
     roster.counters.num_steps += 1
+
+
+def _apply_partly(roster: Roster, plan: StepPlan, result: StepResult, events: list[Event]) -> None:
+    """The failed slices' requests fail, with all their choices; the others do not notice.
+
+    What those computed may hold NaN, too. So nobody will find it in the prefix cache.
+    """
+    kept = [position for position in range(len(plan.slices)) if position not in result.failed]
+    slices = [plan.slices[position] for position in kept]
+    num_decodes = sum(position < plan.num_decodes for position in kept)
+    rest = StepResult(
+        [result.tokens[position] for position in kept],
+        {i: result.siblings[p] for i, p in enumerate(kept) if p in result.siblings},
+        {i: result.prompt_logprobs[p] for i, p in enumerate(kept) if p in result.prompt_logprobs},
+    )
+    num_tokens = sum(part.num_tokens for part in slices)
+    apply_result(roster, StepPlan(slices, num_tokens, num_decodes), rest, events)
+    for position in sorted(result.failed):
+        sequence = plan.slices[position].sequence
+        if sequence.seq_id not in roster.groups:
+            continue  # two choices of one request failed
+        error = EngineFault("the model gave no numbers for this request")
+        events.append(SequenceFailed(sequence.seq_id, error))
+        roster.drop_group(sequence.seq_id)
+        live = [choice for group in roster.groups.values() for choice in group]
+        roster.cache.invalidate(sequence.token_ids, sequence.cache_salt, live)
 
 
 def _apply_decodes(

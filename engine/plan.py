@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -64,6 +64,9 @@ class StepResult:
     A slice over positions [start, stop) of a prompt of n tokens scores the tokens at start + 1, ...,
     min(stop, n - 1); where that is none, nothing or an empty list is given.
     """
+    failed: Collection[int] = ()
+    """Positions of slices for which the model gave no numbers (NaN, or nothing but minus infinity): their
+    requests fail, and whatever else is said about these slices means nothing."""
 
 
 class Executor(Protocol):

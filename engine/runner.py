@@ -6,6 +6,7 @@ batch 1 a step's preparation must cost microseconds.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Items
 from itertools import islice
 
@@ -18,11 +19,13 @@ from engine.kv_cache import KvCache
 from engine.model import DecoderModel, HiddenState
 from engine.ops import BatchLayout
 from engine.plan import Slice, StepPlan, StepResult
-from engine.sampling import Sampler, score_prompts
+from engine.sampling import Sampler, are_usable, score_prompts
 from engine.sequence import Sequence
 from protocol.errors import EngineFault
 from protocol.generation import SamplingParams, Token
 from protocol.ids import SequenceId
+
+logger = logging.getLogger(__name__)
 
 NULL_BLOCK = 0
 
@@ -86,13 +89,20 @@ class ModelRunner:
         sampled = self._sample(logits, [slices[position].sequence for position in due])
         tokens: list[Token | None] = [None] * len(slices)
         siblings: dict[int, Items[Token]] = {}
-        for position, (token, *others) in zip(due, sampled, strict=True):
-            tokens[position] = token
+        failed = {position for position, scored in scores.items() if not are_usable(scored)}
+        for position, choices in zip(due, sampled, strict=True):
+            usable = [token for token in choices if token is not None]
+            if len(usable) < len(choices):
+                failed.add(position)
+                continue
+            tokens[position], *others = usable
             if others:
                 siblings[position] = others
-        return StepResult(tokens, siblings, scores)
+        for position in failed:
+            logger.error("the model gave no numbers for %s", slices[position].sequence.seq_id)
+        return StepResult(tokens, siblings, scores, failed)
 
-    def _sample(self, logits: torch.Tensor, sequences: Items[Sequence]) -> list[list[Token]]:
+    def _sample(self, logits: torch.Tensor, sequences: Items[Sequence]) -> list[list[Token | None]]:
         """Per row of `logits` the token of its sequence, then one for each of the sequence's siblings."""
         choices = [choice for sequence in sequences for choice in (sequence, *sequence.siblings)]
         counts = [1 + len(sequence.siblings) for sequence in sequences]

@@ -1,7 +1,7 @@
 """Choosing tokens from logits, reproducibly: noise is a function of (seed, position)."""
 
 from engine.sampling.noise import uniforms
-from engine.sampling.prompt_scores import score_prompts
+from engine.sampling.prompt_scores import are_usable, score_prompts
 from engine.sampling.sampler import Sampler
 
-__all__ = ["Sampler", "score_prompts", "uniforms"]
+__all__ = ["Sampler", "are_usable", "score_prompts", "uniforms"]

@@ -23,6 +23,9 @@ BANNED = -1e30
 """Lower than any logit, so that a banned token has the probability 0; but finite, so that a request
 which bans all that there is gets some token, and is no fault of the engine."""
 
+LARGEST = 1e30
+"""No parameter moves a logit further: a request's infinities would look like those of a broken model."""
+
 
 def adjust(logits: torch.Tensor, sequences: Items[Sequence], eos_token_ids: tuple[int, ...]) -> None:
     """Change `logits` [sequences, vocab], contiguous, in place, as each sequence's parameters ask for."""
@@ -41,11 +44,12 @@ def _discourage_repetition(logits: torch.Tensor, sequences: Items[Sequence]) -> 
     if not seen:
         return
     cells = _cells(seen, logits.shape[1])
-    penalties = np.array([s.sampling.repetition_penalty for s in sequences], dtype=np.float32)
+    penalties = _bounded([s.sampling.repetition_penalty for s in sequences])
     flat, index = logits.view(-1), _to_device(cells, logits)
-    penalty = _to_device(penalties[cells // logits.shape[1]], logits)
+    penalty = _to_device(penalties[cells // logits.shape[1]].astype(np.float32), logits)
     values = flat.gather(0, index)
-    flat.scatter_(0, index, torch.where(values > 0, values / penalty, values * penalty))
+    discouraged = torch.where(values > 0, values / penalty, values * penalty)
+    flat.scatter_(0, index, discouraged.clamp_(-LARGEST, LARGEST))
 
 
 def _discourage_output(logits: torch.Tensor, sequences: Items[Sequence]) -> None:
@@ -59,8 +63,8 @@ def _discourage_output(logits: torch.Tensor, sequences: Items[Sequence]) -> None
         return
     cells, counts = np.unique(_cells(output, logits.shape[1]), return_counts=True)
     rows = cells // logits.shape[1]
-    frequency = np.array([s.sampling.frequency_penalty for s in sequences])[rows]
-    presence = np.array([s.sampling.presence_penalty for s in sequences])[rows]
+    frequency = _bounded([s.sampling.frequency_penalty for s in sequences])[rows]
+    presence = _bounded([s.sampling.presence_penalty for s in sequences])[rows]
     _add(logits, cells, -(frequency * counts + presence))
 
 
@@ -72,7 +76,7 @@ def _add_biases(logits: torch.Tensor, sequences: Items[Sequence]) -> None:
     values = [
         bias for row in biases.values() for token_id, bias in row.items() if 0 <= token_id < vocab_size
     ]
-    _add(logits, _cells(biases, vocab_size), np.array(values))
+    _add(logits, _cells(biases, vocab_size), _bounded(values))
 
 
 def _ban(logits: torch.Tensor, sequences: Items[Sequence], eos_token_ids: tuple[int, ...]) -> None:
@@ -114,6 +118,11 @@ def _add(logits: torch.Tensor, cells: Cells, values: npt.NDArray[np.float64]) ->
     """`cells` has none twice."""
     added = _to_device(values.astype(np.float32), logits)
     logits.view(-1).scatter_add_(0, _to_device(cells, logits), added)
+
+
+def _bounded(values: list[float]) -> npt.NDArray[np.float64]:
+    """The numbers as near as they come to a sane range; NaN is 0."""
+    return np.clip(np.nan_to_num(np.array(values, dtype=np.float64)), -LARGEST, LARGEST)
 
 
 def _to_device(array: npt.NDArray[np.int64] | npt.NDArray[np.float32], like: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,8 @@ def thresholds(probabilities: torch.Tensor, params: Items[SamplingParams]) -> to
     rows = [i for i, p in enumerate(params) if p.top_p < 1.0 or 0 < p.top_k < probabilities.shape[1]]
     if rows:
         lowest[rows] = _ranked_thresholds(probabilities[rows], [params[i] for i in rows])
-    min_p = torch.tensor([[p.min_p] for p in params], device=probabilities.device)
+    # Above 1 it would cut everything; NaN is 0 here.
+    min_p = torch.tensor([[min(max(0.0, p.min_p), 1.0)] for p in params], device=probabilities.device)
     return torch.maximum(lowest, min_p * probabilities.amax(dim=-1, keepdim=True))
 
 
@@ -49,7 +50,7 @@ def _ranked_thresholds(probabilities: torch.Tensor, params: Items[SamplingParams
 
 
 def _needs_more(params: SamplingParams, num_ranked: int, ranked_mass: float) -> bool:
-    if params.top_k:
+    if params.top_k > 0:
         return params.top_k > num_ranked
     return ranked_mass < params.top_p
 
@@ -57,7 +58,8 @@ def _needs_more(params: SamplingParams, num_ranked: int, ranked_mass: float) -> 
 def _cut(ranked: torch.Tensor, masses: torch.Tensor, params: Items[SamplingParams]) -> torch.Tensor:
     """Thresholds, [rows, 1], from descending probabilities and their running sums, [rows, ranks]."""
     num_ranks, device = ranked.shape[1], ranked.device
-    num_kept = torch.tensor([[min(p.top_k or num_ranks, num_ranks)] for p in params], device=device)
+    top_k = [[min(p.top_k, num_ranks) if p.top_k > 0 else num_ranks] for p in params]
+    num_kept = torch.tensor(top_k, device=device)
     top_p = torch.tensor([[p.top_p] for p in params], device=device, dtype=torch.float64)
     has_top_k = torch.tensor([[p.top_k > 0] for p in params], device=device)
     # Without top-k the whole distribution has mass 1, whether or not all of it is ranked here.

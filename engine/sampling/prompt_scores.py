@@ -13,7 +13,6 @@ import torch
 
 from engine.plan import Slice
 from engine.sampling.logprobs import describe
-from protocol.errors import EngineFault
 from protocol.generation import Token
 
 MAX_ROWS = 128
@@ -28,7 +27,7 @@ def score_prompts(
     """By position of the slice: the prompt tokens that follow its rows, scored as the sequence asks.
 
     `query_starts` are the slices' first rows; `logits_of` gives the float32 logits [rows, vocab] of
-    some. Raises `EngineFault` when logits hold NaN.
+    some. Scores are NaN where logits hold it: see `are_usable`.
     """
     counts = {i: _num_scored(part) for i, part in enumerate(slices) if _is_scored(part)}
     if not counts:
@@ -42,11 +41,12 @@ def score_prompts(
         token_ids += sequence.token_ids[first : first + count]
         num_best += [sequence.sampling.prompt_logprobs or 0] * count
     tokens = _score_rows(rows.astype(np.int64), token_ids, num_best, logits_of)
-    scores = {i: list(islice(tokens, count)) for i, count in counts.items()}
-    for sequence, scored in zip(sequences, scores.values(), strict=True):
-        if any(token.logprob is None or math.isnan(token.logprob) for token in scored):
-            raise EngineFault(f"the prompt of sequence {sequence.seq_id} has no finite scores")
-    return scores
+    return {i: list(islice(tokens, count)) for i, count in counts.items()}
+
+
+def are_usable(scores: Items[Token]) -> bool:
+    """All are numbers. A token may be impossible; that is minus infinity."""
+    return not any(token.logprob is None or math.isnan(token.logprob) for token in scores)
 
 
 def _is_scored(part: Slice) -> bool:

@@ -18,11 +18,12 @@ from engine.sampling.filters import thresholds
 from engine.sampling.logprobs import Reports
 from engine.sampling.noise import uniforms
 from engine.sequence import Sequence
-from protocol.errors import EngineFault
 from protocol.generation import SamplingParams, Token
 
 MIN_TEMPERATURE = 1e-5
 """Below this, dividing by the temperature says nothing that greedy does not."""
+MAX_TEMPERATURE = 1e6
+"""Above this, dividing would lift banned tokens to where all others are."""
 
 
 class Sampler:
@@ -31,30 +32,33 @@ class Sampler:
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
         self._eos_token_ids = eos_token_ids
 
-    def sample(self, logits: torch.Tensor, sequences: Items[Sequence]) -> list[Token]:
+    def sample(self, logits: torch.Tensor, sequences: Items[Sequence]) -> list[Token | None]:
         """One token per row of `logits` [sequences, vocab], float32, which may be overwritten.
 
-        Raises `EngineFault` when a row holds NaN or nothing that can be chosen.
+        None for a row that holds NaN or nothing that can be chosen: the others must not suffer for it.
         """
         if not sequences:
             return []
         reports = Reports(logits, sequences)
         adjust(logits, sequences, self._eos_token_ids)
         token_ids = _argmax(logits)
-        _refuse_unusable(logits.gather(1, token_ids[:, None]), sequences)
+        # argmax takes NaN for the greatest, so a NaN anywhere in a row shows in its best.
+        is_usable = torch.isfinite(logits.gather(1, token_ids[:, None]))[:, 0].tolist()
         chosen: list[int] = token_ids.tolist()
-        noisy = [i for i, sequence in enumerate(sequences) if not _is_greedy(sequence.sampling)]
+        noisy = [i for i, s in enumerate(sequences) if is_usable[i] and not _is_greedy(s.sampling)]
         if noisy:
             # Not `logits[noisy]`: most often that is all rows, and then it would be a needless copy.
             rows = logits if len(noisy) == len(sequences) else logits[noisy]
             picks = _draw(rows, [sequences[i] for i in noisy])
             for row, token_id in zip(noisy, picks, strict=True):
-                chosen[row] = token_id
-        return reports.tokens(chosen)
+                if token_id < logits.shape[1]:  # else there was nothing to draw from: greedy it is
+                    chosen[row] = token_id
+        tokens = reports.tokens(chosen)
+        return [token if usable else None for token, usable in zip(tokens, is_usable, strict=True)]
 
 
 def _is_greedy(params: SamplingParams) -> bool:
-    return params.temperature < MIN_TEMPERATURE or params.top_k == 1
+    return not params.temperature >= MIN_TEMPERATURE or params.top_k == 1  # NaN is greedy
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -64,17 +68,11 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(dim=-1)
 
 
-def _refuse_unusable(best: torch.Tensor, sequences: Items[Sequence]) -> None:
-    """`best`: [sequences, 1]; argmax takes NaN for the greatest, so a NaN anywhere shows here."""
-    usable = torch.isfinite(best)
-    if not bool(usable.all()):
-        broken = [s.seq_id for s, ok in zip(sequences, usable.tolist(), strict=True) if not ok[0]]
-        raise EngineFault(f"no finite best logit for sequences {', '.join(broken)}")
-
-
 def _draw(logits: torch.Tensor, sequences: Items[Sequence]) -> list[int]:
     params = [sequence.sampling for sequence in sequences]
-    temperatures = torch.tensor([[p.temperature] for p in params], device=logits.device)
+    temperatures = torch.tensor(
+        [[min(p.temperature, MAX_TEMPERATURE)] for p in params], device=logits.device
+    )
     # The maximum goes first, lest a small temperature make infinities of large logits.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperatures)
     probabilities = torch.softmax(scaled, dim=-1)

@@ -24,7 +24,7 @@ T = TypeVar("T")
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
-"""A factor beyond these makes infinities of logits: no token could be chosen, which ends the engine."""
+"""A factor beyond these says nothing that these do not."""
 
 
 class StreamOptions(Fields):
@@ -142,6 +142,7 @@ def sampling_params(
         )
     stop_token_ids = tuple(fields.stop_token_ids or ())
     check_token_ids(stop_token_ids, vocab_size, "stop_token_ids")
+    _refuse_total_ban(fields, stop_token_ids, bad_words, vocab_size)
     seed = secrets.randbits(64) if fields.seed is None else fields.seed % 2**64
     return SamplingParams(
         max_tokens=max_tokens,
@@ -161,6 +162,24 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         bad_words=bad_words,
     )
+
+
+def _refuse_total_ban(
+    fields: CommonFields,
+    stop_token_ids: tuple[int, ...],
+    bad_words: tuple[tuple[int, ...], ...],
+    vocab_size: int,
+) -> None:
+    """Raise `InvalidRequest` when no token would be left to begin with."""
+    banned = {word[0] for word in bad_words if len(word) == 1}
+    if fields.min_tokens:
+        banned.update(stop_token_ids)
+    if len(banned) >= vocab_size:
+        raise InvalidRequest(
+            "stop_token_ids with min_tokens, and bad_words, ban the whole vocabulary",
+            param="bad_words" if fields.bad_words else "stop_token_ids",
+            code="invalid_value",
+        )
 
 
 def _or(value: T | None, default: T) -> T:

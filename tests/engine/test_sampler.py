@@ -15,7 +15,6 @@ from engine.sampling import Sampler, uniforms
 from engine.sampling.adjustments import adjust
 from engine.sampling.sampler import _invert
 from engine.sequence import Sequence
-from protocol.errors import EngineFault
 from protocol.generation import SamplingParams, Token
 from protocol.ids import SequenceId
 
@@ -42,12 +41,19 @@ def random_logits(
     return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Token]:
+def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Token | None]:
     return Sampler((EOS,)).sample(logits.clone(), sequences)
 
 
+def sample_all(logits: torch.Tensor, sequences: list[Sequence]) -> list[Token]:
+    """Every row must give one."""
+    tokens = [token for token in sample(logits, sequences) if token is not None]
+    assert len(tokens) == len(sequences)
+    return tokens
+
+
 def sample_ids(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
-    return [token.token_id for token in sample(logits, sequences)]
+    return [token.token_id for token in sample_all(logits, sequences)]
 
 
 def draw_many(row: torch.Tensor, num_draws: int, **sampling: Any) -> np.ndarray:
@@ -272,17 +278,19 @@ def test_the_only_finite_logit_is_taken(params: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0}])
-def test_broken_logits_are_an_engine_fault(bad: float, params: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.5, "min_p": 0.1}]
+)
+def test_broken_logits_give_no_token_and_harm_no_other_row(bad: float, params: dict[str, Any]) -> None:
     logits = random_logits(3)
+    sequences = [make_sequence(seed=i, **params) for i in range(3)]
+    healthy = sample(logits, sequences)
     logits[1, 500] = bad
-    with pytest.raises(EngineFault, match="no finite"):
-        sample(logits, [make_sequence(**params) for _ in range(3)])
+    assert sample(logits, sequences) == [healthy[0], None, healthy[2]]
 
 
-def test_nothing_to_choose_is_an_engine_fault() -> None:
-    with pytest.raises(EngineFault):
-        sample(torch.full((1, VOCAB_SIZE), -math.inf), [make_sequence()])
+def test_nothing_to_choose_gives_no_token() -> None:
+    assert sample(torch.full((1, VOCAB_SIZE), -math.inf), [make_sequence()]) == [None]
 
 
 def test_no_sequences_give_no_tokens() -> None:
@@ -427,6 +435,41 @@ def test_a_batch_is_adjusted_as_the_definitions_say(
     torch.testing.assert_close(logits, torch.tensor(expected), rtol=1e-5, atol=1e-5)
 
 
+EXTREMES = [0.0, -1.0, 1.0, 1e-300, -1e-300, 1e300, -1e300, math.inf, -math.inf, math.nan]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    params=st.fixed_dictionaries(
+        {
+            "temperature": st.sampled_from(EXTREMES),
+            "top_p": st.sampled_from(EXTREMES),
+            "top_k": st.sampled_from([0, 1, 2**31 - 1, 2**32 - 1, -1]),
+            "min_p": st.sampled_from(EXTREMES),
+            "presence_penalty": st.sampled_from(EXTREMES),
+            "frequency_penalty": st.sampled_from(EXTREMES),
+            "repetition_penalty": st.sampled_from(EXTREMES),
+            "logit_bias": st.lists(
+                st.tuples(st.integers(0, 2**32 - 1) | st.integers(0, 29), st.sampled_from(EXTREMES)),
+                max_size=30,
+            ).map(tuple),
+            "logprobs": st.sampled_from([None, 0, 20, 2**32 - 1]),
+            "seed": st.sampled_from([0, UINT64_MAX]),
+            "min_tokens": st.sampled_from([0, 2**32 - 1]),
+            "stop_token_ids": st.sampled_from([(), tuple(range(30)), (2**32 - 1,)]),
+        }
+    )
+)
+def test_no_parameters_break_the_sampler_or_touch_another_row(params: dict[str, Any]) -> None:
+    """Each worker trusts its router, but one that errs must not end all that others have running."""
+    logits = random_logits(3, 30)
+    plain = make_sequence([1], [2], seed=5)
+    tokens = sample_all(logits, [plain, make_sequence([1, 3], [4, 4, 7], **params), plain])
+    assert 0 <= tokens[1].token_id < 30
+    alone = sample_all(logits[[0, 2]], [plain, plain])
+    assert [tokens[0], tokens[2]] == alone
+
+
 # Log-probabilities
 
 
@@ -434,7 +477,7 @@ def test_logprobs_are_those_of_the_raw_distribution() -> None:
     row = random_logits(1)
     expected = torch.log_softmax(row[0], -1)
     sequence = make_sequence([3], [4], temperature=0.3, top_k=5, presence_penalty=1.0, logprobs=4, seed=3)
-    token = sample(row, [sequence])[0]
+    token = sample_all(row, [sequence])[0]
     assert token.logprob == pytest.approx(float(expected[token.token_id]))
     values, ids = expected.topk(4)
     assert [token_id for token_id, _ in token.top_logprobs] == ids.tolist()
@@ -443,19 +486,19 @@ def test_logprobs_are_those_of_the_raw_distribution() -> None:
 
 def test_logprobs_of_biased_logits_are_the_unbiased_ones() -> None:
     row = random_logits(1)
-    token = sample(row, [make_sequence(temperature=0.0, logit_bias=((77, 100.0),), logprobs=0)])[0]
+    token = sample_all(row, [make_sequence(temperature=0.0, logit_bias=((77, 100.0),), logprobs=0)])[0]
     assert token.logprob == pytest.approx(float(torch.log_softmax(row[0], -1)[77]))
     assert token.top_logprobs == ()
 
 
 def test_logprobs_come_only_where_asked_for() -> None:
-    tokens = sample(random_logits(2), [make_sequence(), make_sequence(logprobs=2)])
+    tokens = sample_all(random_logits(2), [make_sequence(), make_sequence(logprobs=2)])
     assert tokens[0].logprob is None
     assert len(tokens[1].top_logprobs) == 2
 
 
 def test_equal_logprobs_are_listed_by_id() -> None:
-    token = sample(torch.zeros(1, 4), [make_sequence(temperature=0.0, logprobs=9)])[0]
+    token = sample_all(torch.zeros(1, 4), [make_sequence(temperature=0.0, logprobs=9)])[0]
     assert [token_id for token_id, _ in token.top_logprobs] == [0, 1, 2, 3]
 
 
@@ -464,7 +507,7 @@ def test_equal_logprobs_at_the_edge_of_the_list_are_the_lowest_ids() -> None:
     row = torch.zeros(1, VOCAB_SIZE)
     row[0, 500] = 1.0
     sequences = [make_sequence(logprobs=count) for count in (4, 0, 20, 999, 1)]
-    tokens = sample(row.expand(5, -1), sequences)
+    tokens = sample_all(row.expand(5, -1), sequences)
     best = [[token_id for token_id, _ in token.top_logprobs] for token in tokens]
     ranking = [500, *(token_id for token_id in range(VOCAB_SIZE) if token_id != 500)]
     assert best == [ranking[:count] for count in (4, 0, 20, 999, 1)]

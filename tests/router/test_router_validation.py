@@ -50,6 +50,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"repetition_penalty": 1e-30}, "repetition_penalty"),
     ({"repetition_penalty": 1e30}, "repetition_penalty"),
+    ({"min_tokens": 1, "stop_token_ids": list(range(266))}, "stop_token_ids"),
     ({"ignore_eos": 1}, "ignore_eos"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),

@@ -265,7 +265,9 @@ async def serve(
             raise EngineFault("the engine is broken")
 
     registrars = [
-        partial(add[0], prefill or EchoPrefill()) if role is Role.PREFILL else partial(add[1], EchoDecode()),
+        partial(add[0], prefill or EchoPrefill())
+        if role is Role.PREFILL
+        else partial(add[1], EchoDecode()),
         partial(add_WorkerAdminServicer_to_server, AdminService(lambda: record, registry, forget)),
     ]
     server = await start_server(registrars, "127.0.0.1", 0, "secret")
