@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from protocol.errors import SplitserveError
+from protocol.errors import InvalidRequest, SplitserveError
 from protocol.membership import WorkerRecord
 from router.answers import Piece, TextRequest
 from router.http import (
@@ -67,7 +67,7 @@ def build_app(router: Router) -> FastAPI:
     app.include_router(_operator_routes(router))
     app.add_exception_handler(SplitserveError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_bug)
+    app.add_exception_handler(RecursionError, _on_recursion)
     app.add_middleware(Envelope, metrics=router.metrics, known_paths=_KNOWN_PATHS)
     return app
 
@@ -82,9 +82,9 @@ def _on_http_error(_: Request, error: Exception) -> Response:
     return http_error_response(error)
 
 
-def _on_bug(_: Request, __: Exception) -> Response:
-    """The server logs the exception itself; the client learns nothing about it."""
-    return error_response(SplitserveError("internal error", code="internal_error"))
+def _on_recursion(_: Request, __: Exception) -> Response:
+    """Only what a client nests goes so deep: JSON that could just be parsed, a template's variables."""
+    return error_response(InvalidRequest("the body is nested too deeply", code="invalid_value"))
 
 
 def _openai_routes(router: Router) -> APIRouter:
@@ -139,7 +139,7 @@ def _operator_routes(router: Router) -> APIRouter:
 
     @routes.post("/reset_prefix_cache", dependencies=[_needs_key(router)])
     async def reset_prefix_cache(request: Request) -> Response:
-        body = await read_body(request, router.settings.max_body_bytes)
+        body = await _read(router, request)
         fields = validate(ResetRequest, parse_body(body) if body.strip() else {})
         return _reset_report(await router.reset_prefix_cache(fields))
 
@@ -191,7 +191,11 @@ def _model(router: Router) -> dict[str, Any]:
 
 
 async def _read_json(router: Router, request: Request) -> dict[str, Any]:
-    return parse_body(await read_body(request, router.settings.max_body_bytes))
+    return parse_body(await _read(router, request))
+
+
+async def _read(router: Router, request: Request) -> bytes:
+    return await read_body(request, router.settings.max_body_bytes, router.settings.body_timeout_s)
 
 
 def _reply_options(

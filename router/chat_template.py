@@ -49,6 +49,10 @@ class ChatTemplate:
         values.update(messages=list(messages), tools=None, documents=None, add_generation_prompt=True)
         try:
             return self._template.render(values)
+        except RecursionError as error:
+            raise InvalidRequest(
+                "chat_template_kwargs is nested too deeply", param="chat_template_kwargs"
+            ) from error
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise InvalidRequest(
                 f"the model's chat template cannot render these messages: {error}", param="messages"

@@ -28,30 +28,37 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TIMEOUT_HEADER = "x-request-timeout"
+_LAST_ANSWER = {"connection": "close"}
+"""What is left of a body that was given up would be read for as long as the client sends it."""
 _COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises a 413 as soon as it is known to be too large, and `RequestCancelled`."""
+async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+    """The whole body. Raises a 413 as soon as it is known to be too large, a 408 when it takes too long,
+    and `RequestCancelled`."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
     parts: list[bytes] = []
     num_bytes = 0
     try:
-        async for part in request.stream():
-            num_bytes += len(part)
-            if num_bytes > max_bytes:
-                raise _too_large(max_bytes)
-            parts.append(part)
+        async with asyncio.timeout(timeout_s):
+            async for part in request.stream():
+                num_bytes += len(part)
+                if num_bytes > max_bytes:
+                    raise _too_large(max_bytes)
+                parts.append(part)
     except ClientDisconnect as error:
         raise RequestCancelled("the client went away") from error
+    except TimeoutError as error:
+        detail = f"the body did not arrive within {timeout_s:g} s"
+        raise HTTPException(408, detail, headers=_LAST_ANSWER) from error
     return b"".join(parts)
 
 
 def _too_large(max_bytes: int) -> HTTPException:
-    return HTTPException(413, f"the body is larger than {max_bytes} bytes")
+    return HTTPException(413, f"the body is larger than {max_bytes} bytes", headers=_LAST_ANSWER)
 
 
 def timeout_of(request: Request, longest_s: float) -> float:
@@ -101,7 +108,8 @@ def error_response(error: SplitserveError) -> JSONResponse:
 
 def http_error_response(error: HTTPException) -> JSONResponse:
     """The response for an error of the HTTP layer itself: path, method, size."""
-    code = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}.get(error.status_code)
+    codes = {404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "request_too_large"}
+    code = codes.get(error.status_code)
     body = {"message": error.detail, "type": "invalid_request_error", "param": None, "code": code}
     return JSONResponse({"error": body}, status_code=error.status_code, headers=error.headers)
 
@@ -163,7 +171,10 @@ LAST_EVENT = b"data: [DONE]\n\n"
 
 
 class Envelope:
-    """Outermost layer: gives every request an id, and counts every response by path and status."""
+    """Outermost layer: gives every request an id, and counts every response by path and status.
+
+    Answers for bugs, too, lest theirs be the responses without id and count.
+    """
 
     def __init__(self, app: ASGIApp, metrics: RouterMetrics, known_paths: frozenset[str]) -> None:
         self._app = app
@@ -177,11 +188,22 @@ class Envelope:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
         path = scope["path"] if scope["path"] in self._known_paths else "other"
+        has_started = False
 
         async def send_with_id(message: Message) -> None:
+            nonlocal has_started
             if message["type"] == "http.response.start":
+                has_started = True
                 MutableHeaders(scope=message)["x-request-id"] = request_id
                 self._metrics.responses.labels(path, str(message["status"])).inc()
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            if has_started:  # nothing can be said any more; the server logs it and cuts the client off
+                raise
+            logger.exception("request %s failed", request_id)
+            # The client learns nothing about it.
+            bug = SplitserveError("internal error", code="internal_error")
+            await error_response(bug)(scope, receive, send_with_id)

@@ -28,6 +28,8 @@ class RouterSettings:
     max_num_choices: int = 16
     """The largest `n` that a request may ask for."""
     max_body_bytes: int = 4 * 1024 * 1024
+    body_timeout_s: float = 30.0
+    """A body that has not arrived within this time is answered with 408, and the connection closed."""
     api_key: str | None = field(default=None, repr=False)
     """Clients of /v1 must send it as a bearer token; None lets everybody in."""
     poll_interval_s: float = 0.5
@@ -54,6 +56,7 @@ class RouterSettings:
             "request_timeout_s",
             "worker_wait_s",
             "max_body_bytes",
+            "body_timeout_s",
             "poll_interval_s",
             "frame_timeout_s",
             "reconnect_backoff_s",
