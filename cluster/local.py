@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -86,10 +86,14 @@ class LocalCluster:
             raise
 
     async def stop(self) -> None:
-        """Stop everything, in the reverse order. Idempotent; each part bounds its own end."""
-        await self.router.stop()
-        await asyncio.gather(*(worker.stop() for worker in self.decode_workers))
-        await asyncio.gather(*(worker.stop() for worker in self.prefill_workers))
+        """Stop everything, in the reverse order. Idempotent; each part bounds its own end.
+
+        Each is stopped whatever becomes of the others; their errors are raised afterwards.
+        """
+        async with AsyncExitStack() as ends:
+            ends.push_async_callback(_stop_all, self.prefill_workers)
+            ends.push_async_callback(_stop_all, self.decode_workers)
+            await self.router.stop()
 
     @asynccontextmanager
     async def http(self) -> AsyncIterator[str]:
@@ -155,3 +159,11 @@ class LocalCluster:
                 return
             await asyncio.sleep(READY_POLL_S)
         raise StartupError(f"the cluster is not ready after {READY_TIMEOUT_S:.0f} s: {reason}")
+
+
+async def _stop_all(workers: Sequence[PrefillWorker | DecodeWorker]) -> None:
+    """At the same time; raises the first error when all have ended."""
+    outcomes = await asyncio.gather(*(worker.stop() for worker in workers), return_exceptions=True)
+    for outcome in outcomes:
+        if outcome is not None:
+            raise outcome

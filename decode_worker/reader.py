@@ -97,7 +97,13 @@ class TransportThread:
         self._thread.start()
 
     async def stop(self, timeout_s: float) -> None:
-        """Close the transport and end the thread. Idempotent; raises `EngineFault` when it hangs."""
+        """Close the transport and end the thread. Idempotent; raises `EngineFault` when it hangs.
+
+        Calls that come later are refused, also when the thread never ran.
+        """
+        if self._thread.ident is None and not self._has_ended:
+            self._has_ended = True
+            self._transport.close()
         if not self._thread.is_alive():
             return
         self._is_stopping = True

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 
 from decode_worker.config import DecodeWorkerConfig
@@ -95,19 +96,26 @@ class DecodeWorker:
         return address
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Let requests end for up to `grace_s`, then end everything. Bounded, idempotent."""
-        await self._shell.drain()
-        await wait_until(self._is_idle, grace_s)
+        """Let requests end for up to `grace_s`, then end everything. Bounded, idempotent.
+
+        Each part is ended whatever becomes of the others; their errors are raised afterwards.
+        """
+        async with AsyncExitStack() as ends:
+            ends.push_async_callback(self._reader.stop, TRANSPORT_STOP_TIMEOUT_S)
+            ends.push_async_callback(self._peers.close)
+            ends.push_async_callback(self._shell.stop)
+            # Pending reads end first: the engine must not free blocks that are being read into.
+            ends.push_async_callback(self._end_intakes)
+            await self._shell.drain()
+            await wait_until(self._is_idle, grace_s)
+
+    async def _end_intakes(self) -> None:
         for session in list(self._sessions):
             session.end()
             session.outbox.close(WorkerUnavailable("the decode worker shuts down"))
-        # Pending reads end first: the engine must not free blocks that are being read into.
         if not await self._intakes.drain(INTAKES_STOP_TIMEOUT_S):
             _log.error("%d intakes have not ended: their blocks are given up", len(self._intakes))
             await self._intakes.cancel(INTAKES_STOP_TIMEOUT_S)
-        await self._shell.stop()
-        await self._peers.close()
-        await self._reader.stop(TRANSPORT_STOP_TIMEOUT_S)
 
     def check_health(self) -> None:
         """Raise `EngineFault` when this worker must be replaced."""

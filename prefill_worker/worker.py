@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 
 from engine import Command, Event, InvalidateCache, ReleaseSequence
@@ -74,15 +75,19 @@ class PrefillWorker:
         return address
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Let requests and held tickets end for up to `grace_s`, then end everything. Bounded."""
-        await self._shell.drain()
-        await wait_until(self._is_idle, grace_s)
-        for session in list(self._sessions):
-            session.end()
-            session.outbox.close(WorkerUnavailable("the prefill worker shuts down"))
-        await self._shell.stop()
-        self._holder.drop_all()
-        self._transport.close()
+        """Let requests and held tickets end for up to `grace_s`, then end everything. Bounded, idempotent.
+
+        Each part is ended whatever becomes of the others; their errors are raised afterwards.
+        """
+        async with AsyncExitStack() as ends:
+            ends.callback(self._transport.close)
+            ends.callback(self._holder.drop_all)
+            ends.push_async_callback(self._shell.stop)
+            await self._shell.drain()
+            await wait_until(self._is_idle, grace_s)
+            for session in list(self._sessions):
+                session.end()
+                session.outbox.close(WorkerUnavailable("the prefill worker shuts down"))
 
     def check_health(self) -> None:
         """Raise `EngineFault` when this worker must be replaced."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
@@ -122,14 +123,18 @@ class WorkerShell(Generic[CommandT, EventT]):
             await self._announcer.announce()
 
     async def stop(self) -> None:
-        """End what `start` started; the role has ended its sessions before. Bounded, idempotent."""
+        """End what `start` started; the role has ended its sessions before. Bounded, idempotent.
+
+        Raises what a part raised, such as an `EngineFault` when the engine hangs, once all had their turn.
+        """
         server, self._server = self._server, None
         if server is None:
             return
-        await server.stop(SESSIONS_STOP_TIMEOUT_S)
-        await self.tasks.cancel(TASKS_STOP_TIMEOUT_S)
-        await self._announcer.withdraw()
-        await self.engine.stop(ENGINE_STOP_TIMEOUT_S)
+        async with AsyncExitStack() as ends:
+            ends.push_async_callback(self.engine.stop, ENGINE_STOP_TIMEOUT_S)
+            ends.push_async_callback(self._announcer.withdraw)
+            ends.push_async_callback(self.tasks.cancel, TASKS_STOP_TIMEOUT_S)
+            await server.stop(SESSIONS_STOP_TIMEOUT_S)
 
     def refusal(self) -> SplitserveError | None:
         """Why no new request can be taken now; None when it can."""
