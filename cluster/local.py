@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from cluster import compose
 from cluster.config import ClusterConfig
 from cluster.directory import InProcessDirectory
+from cluster.serve_port import with_free_port
 from cluster.verification import Case
 from kv_transfer import LoopbackNetwork
 from protocol.errors import EngineFault, StartupError
@@ -97,11 +98,13 @@ class LocalCluster:
 
     @asynccontextmanager
     async def http(self) -> AsyncIterator[str]:
-        """Serve the OpenAI API as configured; gives the base URL."""
+        """Serve the OpenAI API as configured; gives the base URL. Raises `StartupError`."""
         from router.app import build_app
         from router.http_server import HttpServer, Listen, bind
 
-        listener = bind(Listen(self._config.http.host, self._config.http.port))
+        # Routers share their port, so that the bind alone would not notice a stranger's router on it.
+        http = with_free_port(self._config).http
+        listener = bind(Listen(http.host, http.port))
         host, port = listener.getsockname()[:2]
         server = HttpServer(build_app(self.router), listener)
         try:

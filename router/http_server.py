@@ -65,7 +65,8 @@ class _SignalFreeServer(uvicorn.Server):
 def bind(listen: Listen) -> socket.socket:
     """Several routers of one host share the port: the kernel spreads connections over them.
 
-    Raises `StartupError` when the port is taken.
+    Raises `StartupError` when the port is taken, but for one that another program of this user shares,
+    too: whoever starts the first router looks before (`cluster.serve_port.with_free_port`).
     """
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
