@@ -35,6 +35,8 @@ class HttpConfig(_Section):
     api_key_file: Path | None = None
     """File whose first line clients must send as `Authorization: Bearer`; null: no key asked for."""
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
+    through: Literal["router", "proxy"] = "router"
+    """router: clients talk to the router's own server; proxy: to Ray Serve's proxy on any node."""
 
 
 class RouterConfig(_Section):
@@ -102,6 +104,8 @@ class ClusterConfig(_Section):
     """Longest prompt + output; null: what the model was trained for."""
     enable_prefix_caching: bool = True
     cache_dir: Path = Path("~/.cache/splitserve")
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """How long `splitserve serve` waits for the first successful hand-off."""
     http: HttpConfig = Field(default_factory=HttpConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
     prefill: PoolConfig = Field(default_factory=PoolConfig)

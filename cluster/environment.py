@@ -1,4 +1,4 @@
-"""The only place that reads environment variables."""
+"""The only place that reads environment variables, or sets them for child processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,41 @@ class Environment:
 
     cluster_token: str | None
     """Secret that workers and routers show each other; null: one is made for this cluster."""
+    ray_token: str | None
+    """Secret that opens the Ray cluster; null: Ray looks for the user's own."""
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Read the variables that Splitserve knows: SPLITSERVE_CLUSTER_TOKEN."""
-    return Environment(cluster_token=variables.get("SPLITSERVE_CLUSTER_TOKEN") or None)
+    """Read the variables that Splitserve knows: SPLITSERVE_CLUSTER_TOKEN, RAY_AUTH_TOKEN."""
+    return Environment(
+        cluster_token=variables.get("SPLITSERVE_CLUSTER_TOKEN") or None,
+        ray_token=variables.get("RAY_AUTH_TOKEN") or None,
+    )
+
+
+def local_ray_variables(ray_token: str) -> dict[str, str]:
+    """What Ray must find when it is imported, in the process that starts a local cluster and below.
+
+    `ray_token` keeps the other users of this machine out of the cluster.
+    """
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": ray_token,
+        # Ray swaps 127.0.0.1 for the machine's own address unless it believes that it runs on a
+        # Mac or on Windows, where it keeps to loopback.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_LOG_TO_STDERR": "0",
+    }
+
+
+def export(variables: Mapping[str, str]) -> None:
+    """Set variables for this process and all that it starts. Those that are set already stay."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+def forget(names: tuple[str, ...]) -> None:
+    """Unset variables, so that processes started from now on do not inherit them."""
+    for name in names:
+        os.environ.pop(name, None)

@@ -6,6 +6,7 @@ The pure core's face is re-exported here and needs no torch. What computes has i
 
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
+from engine.fake_executor import FakeExecutor
 from engine.messages import (
     AbortSequence,
     AddSequence,
@@ -36,6 +37,7 @@ __all__ = [
     "EngineThread",
     "Event",
     "Executor",
+    "FakeExecutor",
     "PrefillProgressed",
     "RecomputeSequence",
     "ReleaseSequence",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.config import SchedulerConfig
 from engine.messages import AddSequence, ReserveSequence
+from engine.prefix_hash import MAX_TOKEN_ID
 from engine.sequence import Sequence, SequenceState
 from protocol.errors import InvalidRequest
 from protocol.generation import FinishReason
@@ -42,6 +43,8 @@ def why_never(sequence: Sequence, config: SchedulerConfig) -> InvalidRequest | N
     """Return why this engine can never serve the sequence; None when it can."""
     if sequence.num_prompt_tokens == 0:
         return InvalidRequest("the prompt is empty", param="prompt")
+    if not 0 <= min(sequence.token_ids) <= max(sequence.token_ids) <= MAX_TOKEN_ID:
+        return InvalidRequest("a token id is out of range", param="prompt")
     if sequence.state is SequenceState.RESERVING and sequence.num_output_tokens == 0:
         return InvalidRequest("a reserved sequence needs the token that its prefill sampled")
     if sequence.num_prompt_tokens >= config.max_model_len:

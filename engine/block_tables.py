@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
+
 from engine.block_pool import BlockPool
 from engine.config import SchedulerConfig
 from engine.prefix_hash import extend_block_keys
@@ -44,6 +46,15 @@ class BlockTables:
         if missing > self._pool.num_free:
             return False
         sequence.block_table.extend(self._pool.allocate(missing))
+        return True
+
+    def extend_each(self, sequences: Items[Sequence]) -> bool:
+        """Make every table cover one more token. False, and nothing done, when blocks may be short."""
+        if self._pool.num_free < len(sequences):
+            return False
+        for sequence in sequences:
+            if len(sequence.block_table) * self._config.block_size == sequence.num_computed:
+                sequence.block_table += self._pool.allocate(1)
         return True
 
     def max_coverage(self, sequence: Sequence) -> int:

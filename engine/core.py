@@ -177,8 +177,8 @@ class EngineCore:
         match command:
             case AdmitSequence() if state is SequenceState.FETCHING:
                 self._roster.admit_fetched(sequence)
-            case RecomputeSequence() if state is SequenceState.FETCHING:
-                self._roster.recompute_fetched(sequence)
+            case RecomputeSequence() if state in (SequenceState.FETCHING, SequenceState.RESERVING):
+                self._roster.recompute(sequence)
             case ReleaseSequence() if sequence.hold:
                 # Released before it is HELD: nobody will read the blocks, so the rest need not be computed.
                 self._roster.drop(sequence)

@@ -8,6 +8,7 @@ from engine.config import SchedulerConfig
 from engine.roster import Roster
 from engine.sequence import Sequence, SequenceState
 from protocol.errors import EngineFault
+from protocol.ids import BlockId
 
 
 def check_roster(roster: Roster, config: SchedulerConfig) -> None:
@@ -39,8 +40,8 @@ def _check_states(roster: Roster, config: SchedulerConfig) -> None:
 
 def _check_references(roster: Roster) -> None:
     references = Counter(b for s in roster.sequences.values() for b in s.block_table)
-    for block_id in range(1, roster.pool.num_total + 1):
-        held, counted = references[block_id], roster.pool.ref_count(block_id)  # type: ignore[index,arg-type]
+    for block_id in map(BlockId, range(1, roster.pool.num_total + 1)):
+        held, counted = references[block_id], roster.pool.ref_count(block_id)
         _require(held == counted, f"block {block_id} is in {held} tables but has {counted} references")
 
 

@@ -53,7 +53,10 @@ class AdmitSequence:
 
 @dataclass(frozen=True, slots=True)
 class RecomputeSequence:
-    """The reserved blocks hold nothing of worth, and no read into them is pending: compute locally."""
+    """The reserved blocks hold nothing of worth, and no read into them is pending: compute locally.
+
+    May come before `BlocksAllocated`; one that crossed it means nothing any more.
+    """
 
     seq_id: SequenceId
 
@@ -70,7 +73,7 @@ class AbortSequence:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseSequence:
-    """Give up the blocks of a HELD sequence. Not answered."""
+    """Give up the blocks of a HELD sequence, or of a `hold` one that is not there yet. Not answered."""
 
     seq_id: SequenceId
 

@@ -7,14 +7,15 @@ every process, so that they may travel.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Sequence as Items
+from hashlib import blake2b
 from typing import NamedTuple, NewType
 
 BlockHash = NewType("BlockHash", bytes)
 """16 bytes of BLAKE2b."""
 
+MAX_TOKEN_ID = 2**32 - 1
 _DIGEST_BYTES = 16
 
 
@@ -24,18 +25,18 @@ class BlockKey(NamedTuple):
     block_hash: BlockHash
     parent_hash: BlockHash
     packed_token_ids: bytes
-    """The block's token ids, 8 bytes each, little-endian."""
+    """The block's token ids, 4 bytes each, little-endian."""
 
 
 def root_hash(cache_salt: str) -> BlockHash:
     """The parent of a sequence's first block."""
-    return BlockHash(hashlib.blake2b(cache_salt.encode(), digest_size=_DIGEST_BYTES).digest())
+    return BlockHash(blake2b(cache_salt.encode(), digest_size=_DIGEST_BYTES).digest())
 
 
 def block_key(parent_hash: BlockHash, token_ids: Items[int]) -> BlockKey:
     """Name the full block that holds `token_ids` and follows the block named `parent_hash`."""
-    packed = struct.pack(f"<{len(token_ids)}q", *token_ids)
-    digest = hashlib.blake2b(parent_hash + packed, digest_size=_DIGEST_BYTES).digest()
+    packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
+    digest = blake2b(parent_hash + packed, digest_size=_DIGEST_BYTES).digest()
     return BlockKey(BlockHash(digest), parent_hash, packed)
 
 

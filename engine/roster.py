@@ -89,8 +89,8 @@ class Roster:
         sequence.state = SequenceState.RUNNING
         self.start_decoding(sequence)
 
-    def recompute_fetched(self, sequence: Sequence) -> None:
-        """FETCHING -> WAITING: nothing of worth was read into its blocks."""
+    def recompute(self, sequence: Sequence) -> None:
+        """FETCHING or RESERVING -> WAITING: nothing of worth was, or will be, read into its blocks."""
         self._leave(sequence)
         self._wait_again(sequence)
 

@@ -76,14 +76,15 @@ class Scheduler:
     def _grow_decodes(self) -> set[SequenceId]:
         """Give every decode at a block boundary its next block; returns those that must sit out."""
         decodes, block_size = self._roster.decodes, self._config.block_size
-        due = [
-            decode.sequence for decode in decodes.values() if not decode.sequence.num_computed % block_size
-        ]
+        due = [sequence for sequence, _ in decodes.values() if not sequence.num_computed % block_size]
+        for sequence in due:
+            self._tables.register(sequence)
+        if self._tables.extend_each(due):
+            return set()
         stalled: set[SequenceId] = set()
         for sequence in sorted(due, key=self._roster.policy.key):
             if sequence.seq_id not in decodes:
                 continue  # preempted by one before it
-            self._tables.register(sequence)
             if not self._make_room(sequence, 1):
                 stalled.add(sequence.seq_id)
         return stalled

@@ -7,7 +7,7 @@ A sequence has no phase: every step just lets `num_computed` chase `len(token_id
        ^                   |  \\--first token of a `hold` sequence--> HELD --release--> gone
        +---- preempted ----+
     RESERVING --blocks--> FETCHING --admit--> RUNNING
-                             \\--recompute--> WAITING
+        \\--recompute--------+--recompute--> WAITING
 """
 
 from __future__ import annotations

@@ -1,1 +1,29 @@
-"""kv_transfer."""
+"""Moving KV blocks from the worker that computed them to the one that decodes with them.
+
+lease         which tickets still hold              fingerprint  may two workers exchange KV at all
+memory        where a pool lies, which blocks may be touched
+factory       a transport by name                   peers        what all transports check
+nixl          between workers (`nixl_agent`, `nixl_metadata`)
+loopback      within one process (`faults`)
+"""
+
+from kv_transfer.factory import agent_name, create_transport
+from kv_transfer.faults import Fault, FaultKind, FaultPlan
+from kv_transfer.fingerprint import check_compatible
+from kv_transfer.lease import LeaseTable
+from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
+from kv_transfer.memory import MemoryKind, PoolMemory
+
+__all__ = [
+    "Fault",
+    "FaultKind",
+    "FaultPlan",
+    "LeaseTable",
+    "LoopbackNetwork",
+    "LoopbackTransport",
+    "MemoryKind",
+    "PoolMemory",
+    "agent_name",
+    "check_compatible",
+    "create_transport",
+]

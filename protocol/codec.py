@@ -19,6 +19,8 @@ from protocol.ids import BlockId, RequestId, Role, TicketId, WorkerId, WorkerIde
 from protocol.membership import Load, WorkerRecord
 from protocol.wire import splitserve_pb2 as pb
 
+_EMPTY_RECEIPT = Receipt()
+
 
 def sampling_to_wire(params: SamplingParams) -> pb.Sampling:
     return pb.Sampling(
@@ -121,14 +123,25 @@ def receipt_from_wire(wire: pb.Receipt) -> Receipt:
 
 
 def delta_to_wire(delta: TokenDelta) -> pb.TokenDelta:
-    wire = pb.TokenDelta(
-        request_id=delta.request_id,
-        tokens=[token_to_wire(t) for t in delta.tokens],
-        finish_reason=delta.finish_reason or "",
-    )
-    if delta.receipt != Receipt():
-        wire.receipt.CopyFrom(receipt_to_wire(delta.receipt))
+    wire = pb.TokenDelta()
+    write_delta(delta, wire)
     return wire
+
+
+def write_delta(delta: TokenDelta, wire: pb.TokenDelta) -> None:
+    """Fill an empty message that lies in its frame already: this runs once per token."""
+    wire.request_id = delta.request_id
+    for token in delta.tokens:
+        wire_token = wire.tokens.add()
+        wire_token.token_id = token.token_id
+        if token.logprob is not None:
+            wire_token.logprob = token.logprob
+        for token_id, logprob in token.top_logprobs:
+            wire_token.top_logprobs.add(token_id=token_id, logprob=logprob)
+    if delta.finish_reason is not None:
+        wire.finish_reason = delta.finish_reason.value
+    if delta.receipt != _EMPTY_RECEIPT:
+        wire.receipt.CopyFrom(receipt_to_wire(delta.receipt))
 
 
 def delta_from_wire(wire: pb.TokenDelta) -> TokenDelta:

@@ -4,8 +4,8 @@
 - `WorkerSession`: a router's end of the one stream to a worker. `FrameOutbox`, `run_session`: the
   worker's end.
 - `abort`, `error_from_rpc`, `rpc_errors`: the error tree across a call.
-- `EngineLink`, `Health`, `TaskSet`, `Announcer`, `AdminService`, `EngineCollector`: a worker's life
-  beside its role.
+- `WorkerShell`: a worker beside its role, made of `EngineLink`, `Health`, `TaskSet`, `Announcer`,
+  `AdminService` and `EngineCollector`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rpc.health import Health
 from rpc.server import Registrar, RunningServer, join_address, start_server
 from rpc.tasks import TaskSet
 from rpc.worker_session import WorkerSession
+from rpc.worker_shell import WorkerProfile, WorkerShell, wait_until
 
 __all__ = [
     "AdminService",
@@ -34,7 +35,9 @@ __all__ = [
     "Registrar",
     "RunningServer",
     "TaskSet",
+    "WorkerProfile",
     "WorkerSession",
+    "WorkerShell",
     "abort",
     "error_from_rpc",
     "join_address",
@@ -42,4 +45,5 @@ __all__ = [
     "rpc_errors",
     "run_session",
     "start_server",
+    "wait_until",
 ]

@@ -76,10 +76,13 @@ class Engine(Protocol[CommandT_contra]):
     def start(self) -> None: ...
 
     def post(self, command: CommandT_contra) -> None:
-        """Queue a command. Thread-safe, never blocks, never fails."""
+        """Queue a command. Thread-safe, never blocks.
+
+        Raises what ended the engine when a new sequence comes too late to be answered.
+        """
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread. Blocks up to `timeout_s`."""
+        """End the thread. Blocks up to `timeout_s`, then raises `EngineFault`."""
 
 
 class EngineLink(Generic[CommandT, EventT]):

@@ -78,13 +78,14 @@ class FrameOutbox(Generic[FrameT]):
             if self._error is not None:
                 raise self._error
             return None
-        return self._take()
+        self._in_flight = self.take()
+        return self._in_flight
 
-    def _take(self) -> FrameT:
+    def take(self) -> FrameT:
+        """The frame as it is now, whether or not anything is in it; the next one starts empty."""
         self._is_due.clear()
         frame, self._frame = self._frame, self._new_frame()
         self._num_pending = 0
-        self._in_flight = frame
         self._stamp(frame)
         return frame
 

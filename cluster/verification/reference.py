@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,15 @@ BF16_ROUNDINGS = 2.0
 class TransformersReference:
     """A float32 model; the oracle of every comparison. Slow, and only for verifying."""
 
-    def __init__(self, folder: Path, eos_token_ids: Sequence[int], advance: Callable[[], None]) -> None:
-        """`advance` is called after every prompt, for a progress bar."""
+    def __init__(self, folder: Path, eos_token_ids: Sequence[int]) -> None:
         from transformers import AutoModelForCausalLM
 
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self._eos_token_ids = list(eos_token_ids)
-        self._advance = advance
 
     async def answer(self, cases: Sequence[Case]) -> list[list[int]]:
         """Greedy output token ids, the end-of-sequence token included."""
-        return [self._continue(case) for case in cases]
+        return await asyncio.to_thread(lambda: [self._continue(case) for case in cases])
 
     def _continue(self, case: Case) -> list[int]:
         from transformers import GenerationConfig
@@ -43,7 +42,6 @@ class TransformersReference:
             output = self._model.generate(
                 prompt, attention_mask=torch.ones_like(prompt), generation_config=greedy
             )
-        self._advance()
         answer: list[int] = output[0, prompt.shape[1] :].tolist()
         return answer
 

@@ -1,1 +1,6 @@
-"""ops."""
+"""The arithmetic of the model behind one port, with an implementation per kind of device."""
+
+from engine.ops.port import BatchLayout, Linear, Ops, StepAttention
+from engine.ops.torch_ops import TorchOps
+
+__all__ = ["BatchLayout", "Linear", "Ops", "StepAttention", "TorchOps"]

@@ -21,21 +21,23 @@ _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 def hf_config(gguf: GgufFile) -> dict[str, Any]:
     """The content of config.json. Raises `StartupError` for what cannot be served."""
     _refuse_unsupported(gguf)
-    num_heads = int(gguf.needed("attention.head_count"))
-    hidden_size = int(gguf.needed("embedding_length"))
+    num_heads = gguf.count("attention.head_count")
+    hidden_size = gguf.count("embedding_length")
+    if num_heads < 1:
+        raise StartupError(f"{gguf.path} says that the model has {num_heads} heads: download it again")
     config = {
         "architectures": [_CLASSES[gguf.architecture]],
         "model_type": gguf.architecture,
         "dtype": "float32",
         "hidden_act": "silu",
         "hidden_size": hidden_size,
-        "intermediate_size": int(gguf.needed("feed_forward_length")),
-        "num_hidden_layers": int(gguf.needed("block_count")),
+        "intermediate_size": gguf.count("feed_forward_length"),
+        "num_hidden_layers": gguf.count("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": int(gguf.of_architecture("attention.head_count_kv", num_heads)),
+        "num_key_value_heads": gguf.count("attention.head_count_kv", num_heads),
         "head_dim": _head_dim(gguf, hidden_size // num_heads),
-        "rms_norm_eps": _shortest(gguf.needed("attention.layer_norm_rms_epsilon")),
-        "max_position_embeddings": int(gguf.needed("context_length")),
+        "rms_norm_eps": _shortest(gguf.number("attention.layer_norm_rms_epsilon")),
+        "max_position_embeddings": gguf.count("context_length"),
         "rope_parameters": _rope_parameters(gguf),
         "vocab_size": _vocab_size(gguf),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
@@ -83,10 +85,10 @@ def _refuse_unsupported(gguf: GgufFile) -> None:
 
 
 def _head_dim(gguf: GgufFile, default: int) -> int:
-    rotary = gguf.of_architecture("rope.dimension_count")
-    head_dim = int(gguf.of_architecture("attention.key_length") or rotary or default)
-    value_dim = int(gguf.of_architecture("attention.value_length") or head_dim)
-    if value_dim != head_dim or int(rotary or head_dim) != head_dim:
+    head_dim = gguf.count("attention.key_length", gguf.count("rope.dimension_count", default))
+    rotary = gguf.count("rope.dimension_count", head_dim)
+    value_dim = gguf.count("attention.value_length", head_dim)
+    if not head_dim == value_dim == rotary:
         raise StartupError(
             f"{gguf.path}: key size {head_dim}, value size {value_dim} and rotary size {rotary} of a head "
             "must be equal"
@@ -103,15 +105,15 @@ def _vocab_size(gguf: GgufFile) -> int:
 
 
 def _rope_parameters(gguf: GgufFile) -> dict[str, Any]:
-    theta = {"rope_theta": _shortest(gguf.of_architecture("rope.freq_base", 10000.0))}
+    theta = {"rope_theta": _shortest(gguf.number("rope.freq_base", 10000.0))}
     kind = gguf.of_architecture("rope.scaling.type", "none")
     if ROPE_FACTORS_TENSOR in gguf.tensors:
         return theta | _llama3_scaling(gguf)
     if kind == "none":
-        linear = _shortest(gguf.of_architecture("rope.scale_linear", 1.0))
+        linear = _shortest(gguf.number("rope.scale_linear", 1.0))
         return theta | ({"rope_type": "default"} if linear == 1.0 else _linear_scaling(linear))
     if kind == "linear":
-        return theta | _linear_scaling(_shortest(gguf.needed("rope.scaling.factor")))
+        return theta | _linear_scaling(_shortest(gguf.number("rope.scaling.factor")))
     if kind == "yarn":
         return theta | _yarn_scaling(gguf)
     raise StartupError(
@@ -126,15 +128,16 @@ def _linear_scaling(factor: float) -> dict[str, Any]:
 def _yarn_scaling(gguf: GgufFile) -> dict[str, Any]:
     if gguf.of_architecture("rope.scaling.yarn_log_multiplier"):
         raise StartupError(f"{gguf.path} uses a variant of YaRN (log multiplier) that is not supported")
-    factor = _shortest(gguf.needed("rope.scaling.factor"))
-    original = int(
-        gguf.of_architecture("rope.scaling.original_context_length") or gguf.needed("context_length")
-    )
-    scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-        if (value := gguf.of_architecture(f"rope.scaling.{theirs}")) is not None:
-            scaling[ours] = _shortest(value)
-    attention = _shortest(gguf.of_architecture("rope.scaling.attn_factor", 1.0))
+    factor = _shortest(gguf.number("rope.scaling.factor"))
+    original = gguf.count("rope.scaling.original_context_length", gguf.count("context_length"))
+    scaling: dict[str, Any] = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "beta_fast": _shortest(gguf.number("rope.scaling.yarn_beta_fast", 32.0)),
+        "beta_slow": _shortest(gguf.number("rope.scaling.yarn_beta_slow", 1.0)),
+    }
+    attention = _shortest(gguf.number("rope.scaling.attn_factor", 1.0))
     if attention != 1.0:  # the file's multiplies what the paper's formula gives, ours replaces it
         scaling["attention_factor"] = attention * (0.1 * math.log(factor) + 1.0)
     return scaling
@@ -149,7 +152,7 @@ def _llama3_scaling(gguf: GgufFile) -> dict[str, Any]:
     factor = _shortest(max(stored))
     if factor == 1.0:
         return {"rope_type": "default"}
-    theta = float(gguf.of_architecture("rope.freq_base", 10000.0))
+    theta = gguf.number("rope.freq_base", 10000.0)
     if not all(map(_close, stored, _llama3_factors(theta, len(stored), factor))):
         raise StartupError(
             f"{gguf.path} scales its rotary embedding in a way that is not supported "

@@ -57,12 +57,20 @@ class GgufFile:
         """The metadata value `<architecture>.<key>`."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
-    def needed(self, key: str) -> Any:
-        """The metadata value `<architecture>.<key>`; raises `StartupError` when the file lacks it."""
-        value = self.of_architecture(key)
-        if value is None:
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number at `<architecture>.<key>`; `StartupError` without it, or where it is a list."""
+        return int(self._checked(key, default, (int,)))
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number at `<architecture>.<key>`; `StartupError` without it."""
+        return float(self._checked(key, default, (int, float)))
+
+    def _checked(self, key: str, default: float | None, kinds: tuple[type, ...]) -> Any:
+        value = self.of_architecture(key, default)
+        if not isinstance(value, kinds) or isinstance(value, bool):
             raise StartupError(
-                f"{self.path} lacks the metadata {self.architecture}.{key}: get another file"
+                f"{self.path}: the metadata {self.architecture}.{key} is no {kinds[-1].__name__} "
+                f"({str(value)[:40]}): get another file"
             )
         return value
 

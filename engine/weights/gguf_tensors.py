@@ -98,6 +98,11 @@ def _plan(gguf: GgufFile) -> list[_Output]:
         dtype = _KEPT_KINDS.get(tensor.kind, "F32")
         num_bytes = math.prod(tensor.shape) * (4 if dtype == "F32" else 2)
         heads = _num_interleaved_heads(gguf, tensor.name)
+        if heads and tensor.num_rows % (2 * heads):
+            raise StartupError(
+                f"{gguf.path}: {tensor.name!r} has {tensor.num_rows} rows, which are not {heads} heads: "
+                "download it again"
+            )
         outputs.append(_Output(_hf_name(gguf, tensor.name), tensor, dtype, heads, offset, num_bytes))
         offset += num_bytes
     return outputs
@@ -118,18 +123,20 @@ def _num_interleaved_heads(gguf: GgufFile, name: str) -> int:
     """llama.cpp rotates neighbouring rows where Hugging Face rotates halves, for llama files only."""
     if gguf.architecture != "llama":
         return 0
-    num_heads = int(gguf.needed("attention.head_count"))
+    num_heads = gguf.count("attention.head_count")
     if ".attn_q." in name:
         return num_heads
     if ".attn_k." in name:
-        return int(gguf.of_architecture("attention.head_count_kv", num_heads))
+        return gguf.count("attention.head_count_kv", num_heads)
     return 0
 
 
 def _check_complete(gguf: GgufFile) -> None:
     parts = [part for part in _IN_LAYER if part not in _OPTIONAL_IN_LAYER]
     needed = ["token_embd.weight", "output_norm.weight"]
-    for layer in range(int(gguf.needed("block_count"))):
+    for layer in range(
+        min(gguf.count("block_count"), len(gguf.tensors) + 1)
+    ):  # a corrupt count may be huge
         needed += [f"blk.{layer}.{part}.weight" for part in parts]
     missing = [name for name in needed if name not in gguf.tensors]
     if missing:

@@ -87,7 +87,7 @@ def tokenizer_config(gguf: GgufFile) -> dict[str, Any]:
         "tokenizer_class": "TokenizersBackend",
         "backend": "tokenizers",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": int(gguf.needed("context_length")),
+        "model_max_length": gguf.count("context_length"),
         "add_bos_token": _adds_bos(gguf),
         "add_eos_token": bool(gguf.metadata.get("tokenizer.ggml.add_eos_token", False)),
         **_named_tokens(gguf),
@@ -99,9 +99,17 @@ def tokenizer_config(gguf: GgufFile) -> dict[str, Any]:
 
 def _tokens(gguf: GgufFile) -> list[str]:
     tokens = gguf.metadata.get("tokenizer.ggml.tokens")
-    if not tokens:
+    if not isinstance(tokens, list) or not tokens:
         raise StartupError(f"{gguf.path} has no vocabulary: get another file")
     return [str(token) for token in tokens]
+
+
+def _per_token(gguf: GgufFile, key: str, num_tokens: int) -> list[Any]:
+    """A list with one entry per token; zeros when the file has none."""
+    found = gguf.metadata.get(f"tokenizer.ggml.{key}", [0] * num_tokens)
+    if not isinstance(found, list) or len(found) != num_tokens:
+        raise StartupError(f"{gguf.path}: tokenizer.ggml.{key} has no entry per token: get another file")
+    return found
 
 
 def _scheme(gguf: GgufFile) -> _Scheme:
@@ -127,6 +135,11 @@ def _named_tokens(gguf: GgufFile) -> dict[str, str]:
     found = {
         name: gguf.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _NAMED_TOKENS.items()
     }
+    for name, token_id in found.items():
+        if token_id is not None and not 0 <= token_id < len(tokens):
+            raise StartupError(
+                f"{gguf.path}: {name} is {token_id} of {len(tokens)} tokens: get another file"
+            )
     return {name: tokens[token_id] for name, token_id in found.items() if token_id is not None}
 
 
@@ -135,7 +148,7 @@ def _byte_level(gguf: GgufFile, scheme: _Scheme) -> Tokenizer:
     from tokenizers.models import BPE
 
     vocab = {token: token_id for token_id, token in enumerate(_tokens(gguf))}
-    merges = _stated_merges(gguf)
+    merges = _stated_merges(gguf, vocab)
     if merges is None:
         raise StartupError(f"{gguf.path} has a vocabulary without merges: get another file")
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=scheme.whole_words_first))
@@ -159,9 +172,10 @@ def _sentencepiece(gguf: GgufFile) -> Tokenizer:
 
     tokens = _tokens(gguf)
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    merges = _stated_merges(gguf)
+    merges = _stated_merges(gguf, vocab)
     if merges is None:
-        merges = _implied_merges(vocab, gguf.metadata.get("tokenizer.ggml.scores") or [0.0] * len(tokens))
+        scores = _per_token(gguf, "scores", len(tokens))
+        merges = _implied_merges(vocab, dict(zip(tokens, scores, strict=True)))
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True))
     prefix = bool(gguf.metadata.get("tokenizer.ggml.add_space_prefix", True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
@@ -174,20 +188,25 @@ def _sentencepiece(gguf: GgufFile) -> Tokenizer:
     return tokenizer
 
 
-def _stated_merges(gguf: GgufFile) -> list[tuple[str, str]] | None:
+def _stated_merges(gguf: GgufFile, vocab: dict[str, int]) -> list[tuple[str, str]] | None:
     stated = gguf.metadata.get("tokenizer.ggml.merges")
     if stated is None:
         return None
-    pairs = [str(merge).split(" ") for merge in stated]
-    if any(len(pair) != 2 for pair in pairs):
-        raise StartupError(f"{gguf.path} has a merge that is not two tokens: get another file")
-    return [(left, right) for left, right in pairs]
+    merges: list[tuple[str, str]] = []
+    for merge in stated:
+        left, _, right = str(merge).partition(" ")
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            raise StartupError(
+                f"{gguf.path} has a merge of what are no tokens ({merge!r}): get another file"
+            )
+        merges.append((left, right))
+    return merges
 
 
-def _implied_merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+def _implied_merges(vocab: dict[str, int], scores: dict[str, float]) -> list[tuple[str, str]]:
     """Every way to make a token of two others, best score first: what sentencepiece's search does."""
     ranked: list[tuple[float, int, int, str, str]] = []
-    for token, score in zip(vocab, scores, strict=True):
+    for token, score in scores.items():
         cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         made = [(left, right) for left, right in cuts if left in vocab and right in vocab]
         made.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
@@ -201,7 +220,7 @@ def _add_special_tokens(tokenizer: Tokenizer, gguf: GgufFile) -> None:
     from tokenizers import AddedToken
 
     tokens = _tokens(gguf)
-    kinds = gguf.metadata.get("tokenizer.ggml.token_type") or [0] * len(tokens)
+    kinds = _per_token(gguf, "token_type", len(tokens))
     named = set(_named_tokens(gguf).values())
     special = [t for t, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL or t in named]
     plain = [t for t, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED and t not in named]

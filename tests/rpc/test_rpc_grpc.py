@@ -221,6 +221,17 @@ async def test_stopped_server_breaks_the_session() -> None:
         await session.close()
 
 
+async def test_worker_that_says_nothing_is_given_up() -> None:
+    broken, loop = _Inbox(), asyncio.get_running_loop()
+    async with server() as running, open_channel(running.address, TOKEN) as channel:
+        session: Any = WorkerSession(
+            DecodeWorkerStub(channel).Serve, _Inbox(), broken, loop.time, frame_timeout_s=0.05
+        )
+        await session.start()
+        assert "silent" in (await broken.get()).message
+        await session.close()
+
+
 class Wire:
     """A TCP relay that can go silent, as a cut cable does: nothing is closed, nothing passes."""
 

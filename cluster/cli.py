@@ -1,0 +1,167 @@
+"""The command line: `splitserve serve | status | verify`. Heavy modules are imported by the commands."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from protocol.errors import SplitserveError, StartupError
+
+if TYPE_CHECKING:
+    from cluster.config import ClusterConfig
+
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="LLM serving with prefill and decode on different workers.",
+)
+
+Config = Annotated[Path | None, typer.Option("--config", help="YAML file; flags override it.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any value of the file, such as decode.num_workers=2."),
+]
+Host = Annotated[str | None, typer.Option(help="Address to listen on (default: 127.0.0.1).")]
+Port = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one (default: 8000).")]
+
+
+@app.callback(invoke_without_command=True)
+def _options(version: Annotated[bool, typer.Option("--version", help="Say the version.")] = False) -> None:
+    if version:
+        typer.echo(metadata.version("splitserve"))
+        raise typer.Exit
+
+
+@app.command()
+def serve(
+    *,
+    model: Annotated[
+        str | None, typer.Argument(help="Model folder, .gguf file, hub id, or 'demo' (default: demo).")
+    ] = None,
+    config: Config = None,
+    host: Host = None,
+    port: Port = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16 (default: auto).")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens per KV block (default: 16).")] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Sequences per worker and step (default: 64).")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Token budget of a step (default: 512).")
+    ] = None,
+    prefill_workers: Annotated[
+        int | None, typer.Option(help="Number of prefill workers (default: 1).")
+    ] = None,
+    decode_workers: Annotated[
+        int | None, typer.Option(help="Number of decode workers (default: 1).")
+    ] = None,
+    kv_transport: Annotated[str | None, typer.Option(help="nixl or loopback (default: nixl).")] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File with the key that clients must send.")
+    ] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Ray cluster to join; none starts one here.")
+    ] = None,
+    set_: Set = None,
+) -> None:
+    """Start a cluster and serve the OpenAI API until Ctrl-C."""
+    flags = {
+        "model": model,
+        "http.host": host,
+        "http.port": port,
+        "http.api_key_file": api_key_file,
+        "dtype": dtype,
+        "served_model_name": served_model_name,
+        "max_model_len": max_model_len,
+        "block_size": block_size,
+        "prefill.max_num_seqs": max_num_seqs,
+        "decode.max_num_seqs": max_num_seqs,
+        "prefill.max_num_batched_tokens": max_num_batched_tokens,
+        "decode.max_num_batched_tokens": max_num_batched_tokens,
+        "prefill.num_workers": prefill_workers,
+        "decode.num_workers": decode_workers,
+        "kv_transfer.transport": kv_transport,
+        "ray.address": ray_address,
+    }
+    settings = read_config(config, flags, set_)
+    from cluster.serve_command import serve_cluster
+    from cluster.serve_progress import Report
+
+    serve_cluster(settings, Report())
+
+
+@app.command()
+def status(
+    *,
+    config: Config = None,
+    host: Host = None,
+    port: Port = None,
+    ray_address: Annotated[str | None, typer.Option(help="Ray cluster to ask.")] = None,
+    set_: Set = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show the workers of a running cluster. Exit code 1 unless it is ready."""
+    flags = {"http.host": host, "http.port": port, "ray.address": ray_address}
+    settings = read_config(config, flags, set_)
+    from cluster import status as status_module
+
+    seen = status_module.look(settings)
+    typer.echo(status_module.as_json(seen) if as_json else status_module.as_table(seen))
+    if not seen.ready:
+        raise typer.Exit(1)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
+def verify(context: typer.Context) -> None:
+    """Check that prefill + decode give the tokens of one engine and of transformers."""
+    from cluster.verify import verify_command  # imports torch
+
+    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    command.command()(verify_command)
+    command(args=context.args, prog_name="splitserve verify")
+
+
+def read_config(
+    path: Path | None, flags: Mapping[str, object], settings: list[str] | None
+) -> ClusterConfig:
+    """The configuration: file, then flags, then `--set`; flags that were not given change nothing.
+
+    Raises `StartupError`.
+    """
+    from cluster.config import load_config
+
+    given = {key: value for key, value in flags.items() if value is not None}
+    return load_config(path, given | dict(map(parse_setting, settings or ())))
+
+
+def parse_setting(text: str) -> tuple[str, object]:
+    """('a.b', value) of 'a.b=value'; the value is YAML, so that 2, true and null are what they look."""
+    import yaml
+
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise StartupError(f"--set {text!r} must look like key=value, such as decode.num_workers=2")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise StartupError(f"--set {key}: {value!r} is not valid YAML") from error
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app()
+    except SplitserveError as error:
+        typer.echo(f"error: {error.message}", err=True)
+        sys.exit(1)

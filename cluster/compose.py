@@ -1,0 +1,147 @@
+"""The composition root: from the configuration to the role objects, without Ray.
+
+    config --> model folder --> engine (model, KV cache, scheduler) --> worker
+           \\-> tokenizer --> router
+
+Which implementation stands behind each seam is decided here and nowhere else. torch is imported only
+when an engine is built: a router's process never loads it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from functools import partial
+from typing import TYPE_CHECKING
+
+from cluster.config import DEMO_MODEL, ClusterConfig
+from cluster.model_length import max_model_len
+from engine.model.config import ModelConfig
+from engine.weights import ModelFolder, Progress, demo_model_path, resolve_model
+from kv_transfer import LoopbackNetwork, agent_name, create_transport
+from protocol.errors import StartupError
+from protocol.ids import WorkerId, WorkerIdentity
+from protocol.ports import Directory, KvTransport
+from rpc import WorkerProfile
+
+if TYPE_CHECKING:
+    from cluster.engine_parts import EngineParts
+    from decode_worker import DecodeWorker
+    from prefill_worker import PrefillWorker
+    from router.router import Router
+
+
+def open_model(config: ClusterConfig, progress: Progress | None = None) -> ModelFolder:
+    """Find the model, converting a GGUF on its first use. Raises `StartupError`."""
+    spec = str(demo_model_path()) if config.model == DEMO_MODEL else config.model
+    return resolve_model(spec, cache_dir=config.cache_dir.expanduser() / "models", progress=progress)
+
+
+def build_prefill_worker(
+    config: ClusterConfig,
+    *,
+    token: str,
+    directory: Directory,
+    replica_name: str,
+    network: LoopbackNetwork | None = None,
+) -> PrefillWorker:
+    """A prefill worker, loaded but not started. `network` as for `create_transport`.
+
+    Raises `StartupError`.
+    """
+    from cluster.engine_parts import build_engine
+    from prefill_worker import PrefillWorker, PrefillWorkerConfig
+
+    identity = _new_identity(replica_name)
+    parts = build_engine(config, config.prefill, open_model(config))
+    return PrefillWorker(
+        profile=_profile(identity, parts, token),
+        make_engine=partial(parts.make_thread, "prefill-engine"),
+        transport=_transport(config, parts, identity, network),
+        directory=directory,
+        config=PrefillWorkerConfig(lease_s=config.kv_transfer.lease_s),
+    )
+
+
+def build_decode_worker(
+    config: ClusterConfig,
+    *,
+    token: str,
+    directory: Directory,
+    replica_name: str,
+    network: LoopbackNetwork | None = None,
+) -> DecodeWorker:
+    """A decode worker, loaded but not started. `network` as for `create_transport`.
+
+    Raises `StartupError`.
+    """
+    from cluster.engine_parts import build_engine
+    from decode_worker import DecodeWorker, DecodeWorkerConfig, OnKvFailure
+
+    identity = _new_identity(replica_name)
+    parts = build_engine(config, config.decode, open_model(config))
+    return DecodeWorker(
+        profile=_profile(identity, parts, token),
+        make_engine=partial(parts.make_thread, "decode-engine"),
+        transport=_transport(config, parts, identity, network),
+        directory=directory,
+        config=DecodeWorkerConfig(
+            on_kv_failure=OnKvFailure(config.kv_transfer.on_failure),
+            fetch_limit_s=config.kv_transfer.fetch_timeout_s,
+        ),
+    )
+
+
+def build_router(config: ClusterConfig, *, token: str, directory: Directory) -> Router:
+    """A router, not started. Loads the tokenizer, but neither weights nor torch."""
+    from router.router import Router
+    from router.settings import RouterSettings
+    from router.tokenizer import load_tokenizer
+
+    folder = open_model(config)
+    model = ModelConfig.from_hf(folder.config)
+    return Router(
+        settings=RouterSettings(
+            max_in_flight=config.router.max_num_inflight,
+            request_timeout_s=config.router.deadline_s,
+            worker_wait_s=config.router.worker_wait_s,
+            num_retries=config.router.max_retries,
+            max_body_bytes=config.http.max_body_bytes,
+            api_key=read_api_key(config),
+        ),
+        directory=directory,
+        tokenizer=load_tokenizer(folder.path),
+        served_model_name=config.model_name,
+        max_model_len=max_model_len(config, model),
+        cluster_token=token,
+    )
+
+
+def _profile(identity: WorkerIdentity, parts: EngineParts, token: str) -> WorkerProfile:
+    return WorkerProfile(
+        identity=identity,
+        fingerprint=parts.fingerprint,
+        max_model_len=parts.scheduler.max_model_len,
+        cluster_token=token,
+    )
+
+
+def _new_identity(replica_name: str) -> WorkerIdentity:
+    return WorkerIdentity(WorkerId(replica_name), secrets.token_hex(4))
+
+
+def _transport(
+    config: ClusterConfig, parts: EngineParts, identity: WorkerIdentity, network: LoopbackNetwork | None
+) -> KvTransport:
+    agent = agent_name(identity, rank=0)
+    return create_transport(config.kv_transfer.transport, parts.pool_memory, agent, network=network)
+
+
+def read_api_key(config: ClusterConfig) -> str | None:
+    """The key that clients must show; None when none is asked for. Raises `StartupError`."""
+    path = config.http.api_key_file
+    if path is None:
+        return None
+    try:
+        return path.expanduser().read_text(encoding="utf-8").splitlines()[0].strip()
+    except (OSError, IndexError) as error:
+        raise StartupError(f"http.api_key_file {path} has no readable first line: {error}") from error

@@ -1,0 +1,71 @@
+"""What `splitserve serve` prints: one line per step, and in the end what to try."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TextIO
+
+from cluster.config import ClusterConfig
+from protocol.ports import Clock
+
+
+@dataclass(slots=True)
+class Report:
+    """Lines with the seconds since the start. Used by the main thread only."""
+
+    out: TextIO = field(default_factory=lambda: sys.stdout)
+    clock: Clock = time.monotonic
+    started_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.started_at = self.clock()
+
+    def step(self, text: str) -> None:
+        self.out.write(f"{self.clock() - self.started_at:7.1f} s  {text}\n")
+        self.out.flush()
+
+    def headline(self, config: ClusterConfig) -> None:
+        workers = f"{config.prefill.num_workers} prefill + {config.decode.num_workers} decode"
+        self.out.write(f"splitserve: {config.model_name}, {workers} worker(s)\n")
+        self.out.flush()
+
+    def box(self, lines: list[str]) -> None:
+        width = max(map(len, lines))
+        self.out.write(f"\n╭{'─' * (width + 2)}╮\n")
+        self.out.writelines(f"│ {line:<{width}} │\n" for line in lines)
+        self.out.write(f"╰{'─' * (width + 2)}╯\n\n")
+        self.out.flush()
+
+
+def what_to_try(config: ClusterConfig) -> list[str]:
+    """The lines of the closing box."""
+    url, model = f"{public_url(config)}/v1", config.model_name
+    needs_key = config.http.api_key_file is not None
+    key = f"$(head -n 1 {config.http.api_key_file})"
+    header = [f'  -H "Authorization: Bearer {key}" \\'] if needs_key else []
+    return [
+        f"Ready: {model} at {url}",
+        "",
+        f"curl {url}/chat/completions \\",
+        *header,
+        "  -H 'Content-Type: application/json' \\",
+        f'  -d \'{{"model": "{model}", "temperature": 0, "messages":',
+        '       [{"role": "user", "content": "What is the capital of France?"}]}\'',
+        "",
+        "from openai import OpenAI",
+        f'client = OpenAI(base_url="{url}", api_key="{"…" if needs_key else "none"}")',
+        "for chunk in client.chat.completions.create(",
+        f'        model="{model}", stream=True,',
+        '        messages=[{"role": "user", "content": "Tell me a joke."}]):',
+        '    print(chunk.choices[0].delta.content or "", end="", flush=True)',
+        "",
+        "splitserve status    splitserve verify    Ctrl-C stops everything",
+    ]
+
+
+def public_url(config: ClusterConfig) -> str:
+    """Where a client on this machine connects."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.http.host, config.http.host)  # noqa: S104
+    return f"http://[{host}]:{config.http.port}" if ":" in host else f"http://{host}:{config.http.port}"

@@ -1,0 +1,65 @@
+"""What runs inside a Serve replica before its role object is made.
+
+The replica's class (`<role>/deployment.py`) knows Serve and nothing of the configuration; `compose`
+knows the configuration and nothing of Ray. These functions stand between them. They are bound into the
+application with the configuration and the cluster token, and run in the replica's process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from cluster.config import ClusterConfig
+
+if TYPE_CHECKING:
+    from decode_worker import DecodeWorker
+    from prefill_worker import PrefillWorker
+    from router.router import Router
+
+
+def build_prefill_worker(config: ClusterConfig, token: str, replica_name: str) -> PrefillWorker:
+    from cluster import compose
+    from cluster.ray_directory import RayDirectory
+
+    keep_serve_on_loopback(config)
+    return compose.build_prefill_worker(
+        config, token=token, directory=RayDirectory(), replica_name=replica_name
+    )
+
+
+def build_decode_worker(config: ClusterConfig, token: str, replica_name: str) -> DecodeWorker:
+    from cluster import compose
+    from cluster.ray_directory import RayDirectory
+
+    keep_serve_on_loopback(config)
+    return compose.build_decode_worker(
+        config, token=token, directory=RayDirectory(), replica_name=replica_name
+    )
+
+
+def build_router(config: ClusterConfig, token: str) -> Router:
+    from cluster import compose
+    from cluster.ray_directory import RayDirectory
+
+    keep_serve_on_loopback(config)
+    return compose.build_router(config, token=token, directory=RayDirectory())
+
+
+def keep_serve_on_loopback(config: ClusterConfig) -> None:
+    """Make Serve's own gRPC server in this replica listen on 127.0.0.1 when the cluster is local.
+
+    Ray 2.60 binds that server to `[::]` without a setting for it, whatever the node's address is. It
+    binds it after the replica's constructor, hence this place. Nobody uses the server here, since no
+    call passes through a Serve handle. A test looks at all listening sockets of a running cluster.
+    """
+    if config.ray.address is not None:
+        return
+    from ray.serve._private import replica
+
+    bind: Callable[[object, str], int] = vars(replica)["add_port_to_grpc_server"]
+
+    def bind_to_loopback(server: object, address: str) -> int:
+        return bind(server, address.replace("[::]:", "127.0.0.1:"))
+
+    vars(replica)["add_port_to_grpc_server"] = bind_to_loopback

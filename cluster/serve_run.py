@@ -1,0 +1,178 @@
+"""One run of a cluster: bring it up, watch it, take it down. On a thread of its own.
+
+1. Ray, beside it the model and the imports   2. Serve, directory, application
+3. wait until a hand-off between a pair of workers succeeded   4. watch until told to stop
+5. farewell of the replicas, then Ray
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from cluster.background import Background
+from cluster.config import ClusterConfig
+from cluster.environment import export, forget, local_ray_variables, read_environment
+from cluster.serve_port import http_answers
+from cluster.serve_progress import Report, public_url, what_to_try
+from cluster.serve_state import write_state
+from protocol.errors import StartupError, WorkerUnavailable
+
+if TYPE_CHECKING:
+    from cluster.application import Builders
+    from cluster.launcher import RayCluster
+
+FAREWELL_S = 8.0
+"""How long the replicas may take to end by themselves."""
+POLL_S = 0.2
+STATUS_PERIOD_S = 1.0
+"""A look at Serve costs its controller 20 ms of CPU, which the replicas need just then."""
+
+
+class StopRequested(Exception):
+    """Ends a run that was told to stop before it was ready."""
+
+
+class ClusterRun:
+    """`run` does everything, in the calling thread, and leaves nothing behind when it returns.
+
+    The thread must live as long as the cluster does: Linux ends a child process with the thread that
+    started it. Ray runs here and not on the main thread, so that signals are always heard.
+    """
+
+    def __init__(self, config: ClusterConfig, report: Report, builders: Builders | None = None) -> None:
+        self._config = config
+        self._report = report
+        self._builders = builders
+        self._stop = threading.Event()
+        self.is_up = False
+        """Replicas may be running: they deserve a farewell."""
+
+    @property
+    def is_local(self) -> bool:
+        """Ray itself was started by this run."""
+        return self._config.ray.address is None
+
+    def stop(self) -> None:
+        """Ask `run` to take the cluster down. From any thread."""
+        self._stop.set()
+
+    def run(self) -> None:
+        """Raises `StartupError` or, when the cluster is lost later, `WorkerUnavailable`."""
+        token = read_environment().cluster_token or secrets.token_hex(32)
+        cluster = self._start_ray()
+        try:
+            self._deploy(token)
+            self._wait_until_ready()
+            self._serve(cluster)
+        except StopRequested:
+            return
+        finally:
+            if self.is_up:
+                _end_application()
+            cluster.stop()
+
+    def _start_ray(self) -> RayCluster:
+        model = Background("model", partial(_prepare_model, self._config))
+        if self.is_local:
+            export(local_ray_variables(secrets.token_hex(32)))
+        forget(("SPLITSERVE_CLUSTER_TOKEN",))  # replicas get it with the application, not from here
+        from cluster import launcher
+
+        imports = Background("imports", _import_application)
+        model.raise_if_failed()  # a wrong path is known by now
+        cluster = launcher.connect(self._config)
+        try:
+            where = "on this machine" if self.is_local else f"at {cluster.address}"
+            self._report.step(f"Ray runs {where}")
+            imports.result()
+            self._report.step(f"the model is at {model.result()}")
+        except BaseException:
+            cluster.stop()
+            raise
+        return cluster
+
+    def _deploy(self, token: str) -> None:
+        from cluster.application import build_application, deploy, start_serve
+        from cluster.ray_directory import create_directory
+
+        self._check_stop()
+        create_directory()
+        start_serve(self._config)
+        self._check_stop()
+        self.is_up = True
+        deploy(build_application(self._config, token, self._builders))
+        self._report.step("the application is deployed")
+
+    def _wait_until_ready(self) -> None:
+        started_at = looked_at = time.monotonic()
+        told: set[str] = set()
+        while not http_answers(public_url(self._config), "/ready"):
+            self._check_stop()
+            if time.monotonic() > looked_at + STATUS_PERIOD_S:
+                told |= self._look(told)
+                looked_at = time.monotonic()
+            if time.monotonic() > started_at + self._config.start_timeout_s:
+                raise StartupError(self._too_slow(told))
+            self._stop.wait(POLL_S)
+        self._report.step("ready: a hand-off from prefill to decode succeeded")
+
+    def _look(self, told: set[str]) -> set[str]:
+        """Tell which deployments run now. Raises `StartupError` when one never will."""
+        from cluster.application import deployments, explain_failures, running
+
+        seen = deployments()
+        if problem := explain_failures(seen):
+            raise StartupError(problem)
+        news = running(seen) - told
+        for name in sorted(news):
+            self._report.step(f"{name} runs")
+        return news
+
+    def _serve(self, cluster: RayCluster) -> None:
+        state = write_state(self._config, cluster.address, read_environment().ray_token or "")
+        try:
+            self._report.box(what_to_try(self._config))
+            while not self._stop.wait(1.0):
+                if not cluster.is_alive():
+                    raise WorkerUnavailable("Ray ended unexpectedly; see /tmp/ray/session_latest/logs")
+        finally:
+            state.unlink(missing_ok=True)
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise StopRequested
+
+    def _too_slow(self, running: set[str]) -> str:
+        missing = sorted({"router", "prefill", "decode"} - running)
+        why = f"{', '.join(missing)} did not start" if missing else "no hand-off has succeeded"
+        return (
+            f"not ready after {self._config.start_timeout_s:.0f} s: {why}; raise start_timeout_s if the "
+            "model needs longer to load, else see /tmp/ray/session_latest/logs/serve"
+        )
+
+
+def _prepare_model(config: ClusterConfig) -> str:
+    """Find, download or convert the model, so that all replicas find it done."""
+    from cluster.compose import open_model
+    from engine.weights import console_progress
+
+    return str(open_model(config, console_progress()).path)
+
+
+def _import_application() -> None:
+    import cluster.application
+    import cluster.ray_directory  # noqa: F401
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+
+
+def _end_application() -> None:
+    """Let the replicas say farewell: leases are released, workers withdraw."""
+    from cluster.application import delete
+
+    Background("farewell", delete).wait(FAREWELL_S)

@@ -1,0 +1,93 @@
+"""`splitserve status`: what the running cluster says about itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict, dataclass
+
+from cluster.config import ClusterConfig
+from cluster.environment import export, local_ray_variables
+from cluster.serve_port import http_answers
+from cluster.serve_progress import public_url
+from cluster.serve_state import read_state
+from protocol.errors import StartupError, WorkerUnavailable
+from protocol.ids import Role
+from protocol.membership import WorkerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    """One look at a cluster."""
+
+    url: str
+    alive: bool
+    """The router answers."""
+    ready: bool
+    """A hand-off succeeded recently."""
+    workers: tuple[WorkerRecord, ...]
+
+
+def look(config: ClusterConfig) -> ClusterStatus:
+    """Ask the router over HTTP and the directory over Ray.
+
+    Raises `StartupError` when there is no cluster to ask.
+    """
+    url = public_url(config)
+    state = read_state(config)
+    address = config.ray.address
+    if address is None and state is not None:
+        export(local_ray_variables(state.ray_token))
+        address = state.ray_address
+    alive, ready = http_answers(url, "/health"), http_answers(url, "/ready")
+    if address is None:
+        raise StartupError(f"nothing that `splitserve serve` started runs on {url}; is it another --port?")
+    return ClusterStatus(url, alive, ready, _workers(address))
+
+
+def as_json(status: ClusterStatus) -> str:
+    return json.dumps(asdict(status) | {"num_workers": len(status.workers)}, indent=2)
+
+
+def as_table(status: ClusterStatus) -> str:
+    """Two lines about the service and one per worker."""
+    health = "ready" if status.ready else "alive, not ready" if status.alive else "does not answer"
+    lines = [f"{status.url}  {health}", ""]
+    rows: list[tuple[str, ...]] = [
+        ("role", "worker", "address", "running", "waiting", "held", "blocks free")
+    ]
+    rows += [_row(record) for record in status.workers]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines += [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows
+    ]
+    missing = [role.value for role in Role if not any(r.role is role for r in status.workers)]
+    lines += [f"no {role} worker lives" for role in missing]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _row(record: WorkerRecord) -> tuple[str, ...]:
+    load = record.load
+    return (
+        record.role.value + (" (draining)" if record.draining else ""),
+        str(record.identity),
+        record.address,
+        str(load.num_running),
+        str(load.num_waiting),
+        str(load.num_held),
+        f"{load.blocks_free} of {load.blocks_total}",
+    )
+
+
+def _workers(address: str) -> tuple[WorkerRecord, ...]:
+    from cluster import launcher
+    from cluster.ray_directory import RayDirectory
+
+    try:
+        cluster = launcher.join(address)
+    except (ConnectionError, RuntimeError) as error:
+        raise WorkerUnavailable(f"no Ray cluster answers at {address}") from error
+    try:
+        return asyncio.run(RayDirectory(timeout_s=5.0).workers())
+    finally:
+        cluster.stop()

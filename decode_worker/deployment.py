@@ -1,0 +1,50 @@
+"""The decode worker as a Ray Serve replica: Serve starts, watches and replaces it.
+
+No request passes through Serve: routers reach the worker by its own gRPC server,
+whose address they learn from the directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import ray
+from ray import serve
+
+
+class Worker(Protocol):
+    """What Serve needs of a worker."""
+
+    async def start(self, host: str, port: int) -> str:
+        """Load, listen, announce; returns host:port. Raises `StartupError`."""
+
+    async def stop(self) -> None:
+        """Withdraw, finish or fail what runs, and free everything."""
+
+    def check_health(self) -> None:
+        """Raise when the worker must be replaced."""
+
+
+class DecodeWorkerReplica:
+    """One replica; `build` makes the worker from the replica's own name, which no other ever has."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, build: Callable[[str], Worker], host: str
+    ) -> None:
+        self._worker = build(serve.get_replica_context().replica_id.unique_id)
+        await self._worker.start(_own_address() if host == "auto" else host, 0)
+
+    def check_health(self) -> None:
+        """Called by Serve every period; three failures in a row and the replica is replaced."""
+        self._worker.check_health()
+
+    async def __del__(self) -> None:
+        """Serve's farewell before a graceful end."""
+        if hasattr(self, "_worker"):
+            await self._worker.stop()
+
+
+def _own_address() -> str:
+    """The address by which other nodes reach this one."""
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]

@@ -1,0 +1,185 @@
+"""On which thread do KV blocks move? On one of its own, the only one that ever touches the transport.
+
+Why not on the event loop: to connect to a peer or to start a large read takes milliseconds, in which no
+token would leave. Why polled there, too: the wait for many reads then costs the event loop one wake-up
+per read that ends, and transports need no locks.
+
+    event loop ── call ──> inbox ──> transport thread ── result ──> future on the event loop
+                                      │ polls the pending reads, every 0.1 ms at first, then up to 5 ms
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, TypeVar
+
+from protocol.errors import EngineFault, TransferFailed
+from protocol.handoff import TransportEndpoint
+from protocol.ids import BlockId
+from protocol.ports import FetchHandle, FetchStatus, KvTransport
+from rpc import Health
+
+ResultT = TypeVar("ResultT")
+
+MIN_POLL_S = 0.0001
+MAX_POLL_S = 0.005
+IDLE_WAIT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One read in flight, as the event loop sees it."""
+
+    num_bytes: int
+    ended: asyncio.Future[FetchStatus]
+    """Resolves with DONE or FAILED; until then the transport may touch the blocks."""
+
+
+class BlockReader(Protocol):
+    """Reads blocks of peers into this worker's pool. Used on the event loop."""
+
+    async def connect(self, peer: TransportEndpoint) -> None:
+        """Raises `LayoutMismatch` or `TransferFailed`."""
+
+    async def disconnect(self, agent: str) -> None:
+        """No read from the agent may be pending."""
+
+    async def read(
+        self, agent: str, remote_blocks: Sequence[BlockId], local_blocks: Sequence[BlockId]
+    ) -> Read:
+        """Start a read. Raises `TransferFailed` when it cannot be started; then no block is touched."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    handle: FetchHandle
+    ended: Future[FetchStatus]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    work: Callable[[], Any]
+    result: Future[Any]
+
+    def run(self) -> None:
+        """Do the work for whoever waits for the result; its errors are theirs."""
+        if not self.result.set_running_or_notify_cancel():
+            return
+        try:
+            self.result.set_result(self.work())
+        except Exception as error:  # handed over whole to the waiting side
+            self.result.set_exception(error)
+
+
+class TransportThread:
+    """The `BlockReader` over any transport. Owns the transport and closes it."""
+
+    def __init__(self, transport: KvTransport, health: Health, name: str = "kv transport") -> None:
+        self._transport = transport
+        self._health = health
+        self._inbox: SimpleQueue[_Call | None] = SimpleQueue()  # None only wakes the thread
+        self._pending: list[_Pending] = []
+        self._poll_s = MIN_POLL_S
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_stopping = False
+        self._has_ended = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; results arrive on the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self, timeout_s: float) -> None:
+        """Close the transport and end the thread. Idempotent; raises `EngineFault` when it hangs."""
+        if not self._thread.is_alive():
+            return
+        self._is_stopping = True
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join, timeout_s)
+        if self._thread.is_alive():
+            raise EngineFault(f"the transport did not close within {timeout_s} s")
+
+    async def connect(self, peer: TransportEndpoint) -> None:
+        await self._call(partial(self._transport.connect, peer))
+
+    async def disconnect(self, agent: str) -> None:
+        await self._call(partial(self._transport.disconnect, agent))
+
+    async def read(
+        self, agent: str, remote_blocks: Sequence[BlockId], local_blocks: Sequence[BlockId]
+    ) -> Read:
+        num_bytes, ended = await self._call(partial(self._begin, agent, remote_blocks, local_blocks))
+        return Read(num_bytes, asyncio.wrap_future(ended))
+
+    async def _call(self, work: Callable[[], ResultT]) -> ResultT:
+        """Run `work` on the thread. It cannot be cancelled once the thread has taken it."""
+        result: Future[ResultT] = Future()
+        self._inbox.put(_Call(work, result))
+        if self._has_ended:  # read after the put: whoever empties the inbox last sees this call
+            self._refuse_rest()
+        return await asyncio.wrap_future(result)
+
+    def _begin(
+        self, agent: str, remote_blocks: Sequence[BlockId], local_blocks: Sequence[BlockId]
+    ) -> tuple[int, Future[FetchStatus]]:
+        handle = self._transport.fetch(agent, remote_blocks, local_blocks)
+        ended: Future[FetchStatus] = Future()
+        ended.set_running_or_notify_cancel()  # from here on nobody can cancel it
+        self._pending.append(_Pending(handle, ended))
+        self._poll_s = MIN_POLL_S
+        return handle.num_bytes, ended
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._take_calls()
+                self._poll_reads()
+            self._transport.close()
+        except BaseException as error:  # nothing is above a thread: pending reads stay pending
+            self._report(error)
+        finally:
+            self._has_ended = True
+            self._refuse_rest()
+
+    def _take_calls(self) -> None:
+        try:
+            call = self._inbox.get(timeout=self._poll_s if self._pending else IDLE_WAIT_S)
+            while True:
+                if call is not None:
+                    call.run()
+                call = self._inbox.get_nowait()
+        except Empty:
+            self._poll_s = min(2 * self._poll_s, MAX_POLL_S)
+
+    def _refuse_rest(self) -> None:
+        while True:
+            try:
+                call = self._inbox.get_nowait()
+            except Empty:
+                return
+            if call is not None:
+                call.result.set_exception(TransferFailed("the KV transport of this worker has ended"))
+
+    def _poll_reads(self) -> None:
+        still_pending = []
+        for read in self._pending:
+            status = read.handle.poll()
+            if status is FetchStatus.PENDING:
+                still_pending.append(read)
+            else:
+                read.handle.release()
+                read.ended.set_result(status)
+        self._pending = still_pending
+
+    def _report(self, error: BaseException) -> None:
+        fault = EngineFault(f"the KV transport broke: {type(error).__name__}: {error}")
+        fault.__cause__ = error
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._health.report, fault)

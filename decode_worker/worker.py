@@ -1,0 +1,170 @@
+"""What is a decode worker made of, and how does it start and end?"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from decode_worker.config import DecodeWorkerConfig
+from decode_worker.intake import IntakeTools
+from decode_worker.metrics import DecodeMetrics
+from decode_worker.owner import GrpcOwner, Owner
+from decode_worker.peers import Peers
+from decode_worker.reader import TransportThread
+from decode_worker.service import DecodeService
+from decode_worker.session import DecodeSession
+from engine import Command, Event
+from protocol.errors import EngineFault, SplitserveError, WorkerUnavailable
+from protocol.ids import Role
+from protocol.membership import WorkerRecord
+from protocol.ports import Clock, Directory, KvTransport
+from protocol.wire.splitserve_pb2_grpc import add_DecodeWorkerServicer_to_server
+from rpc import Engine, TaskSet, WorkerProfile, WorkerShell, wait_until
+
+_log = logging.getLogger(__name__)
+
+MakeEngine = Callable[[Callable[[Sequence[Event]], None]], Engine[Command]]
+
+REFRESH_PERIOD_S = 1.0
+DIRECTORY_TIMEOUT_S = 3.0
+INTAKES_STOP_TIMEOUT_S = 5.0
+TRANSPORT_STOP_TIMEOUT_S = 5.0
+
+
+class DecodeWorker:
+    """One decode worker: takes prompts over from their owners and generates the rest.
+
+    Lives on one event loop. Owns its engine and its transport: `stop` ends both.
+    """
+
+    def __init__(
+        self,
+        *,
+        profile: WorkerProfile,
+        make_engine: MakeEngine,
+        transport: KvTransport,
+        directory: Directory,
+        config: DecodeWorkerConfig,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """`make_engine` builds the engine, which calls its argument with the events of every step."""
+        self._shell: WorkerShell[Command, Event] = WorkerShell(profile, Role.DECODE, make_engine, directory)
+        self._directory = directory
+        self._config = config
+        self._reader = TransportThread(transport, self._shell.health)
+        self._peers = Peers(
+            self._make_owner,
+            self._reader,
+            profile.fingerprint,
+            connect_timeout_s=config.connect_timeout_s,
+            forget_after_s=config.forget_peer_after_s,
+            clock=clock,
+        )
+        self._intakes = TaskSet(self._shell.health)
+        self._tools = IntakeTools(
+            engine=self._shell.engine,
+            peers=self._peers,
+            reader=self._reader,
+            tasks=self._intakes,
+            health=self._shell.health,
+            metrics=DecodeMetrics(self._shell.registry, lambda: self.num_peers),
+            config=config,
+            block_size=profile.fingerprint.block_size,
+            clock=clock,
+        )
+        self._sessions: set[DecodeSession] = set()
+        self._shell.health.on_fault(self._fail_all)
+
+    async def start(self, host: str, port: int) -> str:
+        """Serve, and announce to the directory. Returns the address. Raises `StartupError`."""
+        service = DecodeService(self._open_session, self._close_session)
+        self._reader.start()
+        try:
+            address = await self._shell.start(
+                [partial(add_DecodeWorkerServicer_to_server, service)], host, port
+            )
+        except BaseException:
+            await self._reader.stop(TRANSPORT_STOP_TIMEOUT_S)
+            raise
+        self._shell.tasks.spawn(self._connect_ahead(), "connecting ahead")
+        return address
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Let requests end for up to `grace_s`, then end everything. Bounded, idempotent."""
+        await self._shell.drain()
+        await wait_until(self._is_idle, grace_s)
+        for session in list(self._sessions):
+            session.end()
+            session.outbox.close(WorkerUnavailable("the decode worker shuts down"))
+        # Pending reads end first: the engine must not free blocks that are being read into.
+        if not await self._intakes.drain(INTAKES_STOP_TIMEOUT_S):
+            _log.error("%d intakes have not ended: their blocks are given up", len(self._intakes))
+            await self._intakes.cancel(INTAKES_STOP_TIMEOUT_S)
+        await self._shell.stop()
+        await self._peers.close()
+        await self._reader.stop(TRANSPORT_STOP_TIMEOUT_S)
+
+    def check_health(self) -> None:
+        """Raise `EngineFault` when this worker must be replaced."""
+        self._shell.check_health()
+
+    def record(self) -> WorkerRecord:
+        return self._shell.record()
+
+    @property
+    def num_peers(self) -> int:
+        """Owners that this worker is connected to."""
+        return self._peers.num_connected
+
+    def assert_idle(self) -> None:
+        """Raise `EngineFault` unless no request runs, nothing is being taken in and no peer is in use."""
+        if not self._is_idle():
+            num_requests = sum(map(len, self._sessions))
+            raise EngineFault(
+                f"{num_requests} requests and {len(self._intakes)} intakes run,"
+                f" {self._shell.engine.num_listeners} sequences and {self._peers.num_used} peers are in use"
+            )
+
+    def _is_idle(self) -> bool:
+        num_requests = sum(map(len, self._sessions))
+        num_in_use = self._shell.engine.num_listeners + self._peers.num_used
+        return num_requests + len(self._intakes) + num_in_use == 0
+
+    def _make_owner(self, address: str) -> Owner:
+        profile = self._shell.profile
+        return GrpcOwner(
+            address,
+            profile.cluster_token,
+            profile.identity,
+            profile.fingerprint,
+            self._config.owner_timeout_s,
+        )
+
+    async def _connect_ahead(self) -> None:
+        """Keep the connections to all owners that the directory knows."""
+        while True:
+            try:
+                async with asyncio.timeout(DIRECTORY_TIMEOUT_S):
+                    records = await self._directory.workers()
+            except (SplitserveError, TimeoutError) as error:
+                _log.warning("the directory does not answer: %s", error or "timed out")
+            else:
+                await self._peers.refresh(records)
+            await asyncio.sleep(REFRESH_PERIOD_S)
+
+    def _open_session(self) -> DecodeSession:
+        session = DecodeSession(self._tools, self._shell.refusal)
+        self._sessions.add(session)
+        return session
+
+    def _close_session(self, session: DecodeSession) -> None:
+        session.end()
+        self._sessions.discard(session)
+
+    def _fail_all(self, fault: SplitserveError) -> None:
+        """A broken worker answers no more: say so."""
+        for session in self._sessions:
+            session.fail_all(fault)

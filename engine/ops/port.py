@@ -1,0 +1,101 @@
+"""The seam between the model and the arithmetic: what every implementation of the ops must offer.
+
+Implementations are twins: same names, same signatures, and (in float32 on a CPU) the same bits for a
+row whatever other rows, sequences or chunks share the step. The torch one is the oracle of the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A weight matrix in the format of the ops that packed it; of use to nobody else."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    out_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLayout:
+    """Where the tokens of one step lie: query rows, positions and KV blocks, on the host.
+
+    Sequence `i` owns the rows `query_starts[i]:query_starts[i + 1]`; they are its last tokens, so that
+    its first row has position `context_lens[i] - num_queries[i]`. Rows past `query_starts[-1]` are
+    padding: they write to the null block, and what is computed for them means nothing.
+    """
+
+    query_starts: npt.NDArray[np.int32]  # [sequences + 1]
+    context_lens: npt.NDArray[np.int32]  # [sequences], tokens in the cache once this step is written
+    block_tables: npt.NDArray[np.int32]  # [sequences, max blocks], padded with the null block
+    positions: npt.NDArray[np.int64]  # [rows]
+    slots: npt.NDArray[np.int64]  # [rows], block id * block size + offset in the block
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.context_lens)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.positions)
+
+
+class StepAttention(Protocol):
+    """The attention of one step over one cache. Prepared once, used by every layer in turn."""
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put the step's keys and values, [rows, kv_heads, head_dim], into their slots."""
+
+    def attend(self, layer: int, queries: torch.Tensor, window: int | None) -> torch.Tensor:
+        """Causal attention of `queries` [rows, heads, head_dim] over the cache; same shape back.
+
+        With a `window` a token sees the last `window` positions, its own included. Scores are scaled
+        by 1/sqrt(head_dim). `write` of the same layer comes first.
+        """
+
+
+class Ops(Protocol):
+    """The arithmetic of a decoder. Stateless but for scratch memory; used by one thread."""
+
+    @property
+    def row_multiple(self) -> int:
+        """Callers pad the rows they pass to `linear` and `logits` to a multiple of this."""
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Bring `weight` [out, in] into the fastest format for `linear`."""
+
+    def pack_head(self, weight: torch.Tensor) -> Linear:
+        """Bring the vocabulary matrix [vocab, in] into the format for `logits`."""
+
+    def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """[rows, in] -> [rows, out]."""
+
+    def logits(self, x: torch.Tensor, head: Linear) -> torch.Tensor:
+        """[rows, in] -> [rows, vocab] in float32, whatever the type of `x`: bfloat16 makes ties."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Normalise the last dimension."""
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (normalised sum, sum) of `x` and `residual`; may overwrite both arguments."""
+
+    def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate `x` [rows, heads, head_dim], halves against each other; may overwrite it.
+
+        `cos` and `sin` are [rows, head_dim]; the first half of `sin` is negated already.
+        """
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[rows, 2 * width] -> silu(first half) * second half, [rows, width]; may overwrite it."""
+
+    def attention(self, layout: BatchLayout, kv_blocks: torch.Tensor) -> StepAttention:
+        """Prepare one step over `kv_blocks` [blocks, layers, 2, kv_heads, block_size, head_dim]."""

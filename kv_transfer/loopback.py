@@ -1,0 +1,161 @@
+"""How do KV blocks move inside one process? By copying, when the reader polls.
+
+Ships in the product: a cluster composed in one process uses it, and tests make it fail on purpose.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv_transfer.faults import Fault, FaultKind, FaultPlan
+from kv_transfer.memory import MemoryKind, PoolMemory
+from kv_transfer.peers import PeerTable, num_read_bytes
+from protocol.errors import StartupError, TransferFailed
+from protocol.handoff import TransportEndpoint
+from protocol.ids import BlockId
+from protocol.ports import FetchHandle, FetchStatus
+
+LOOPBACK = "loopback"
+
+
+class LoopbackNetwork:
+    """The pools that can be reached by agent name, and what goes wrong between them.
+
+    Shared by the transports of one process. A read sees what the owner has written before the poll that
+    copies; as with every transport, only blocks that their owner has finished are worth reading.
+    """
+
+    def __init__(self, faults: FaultPlan | None = None) -> None:
+        self.faults = faults or FaultPlan()
+        self._pools: dict[str, PoolMemory] = {}
+        self._used_names: set[str] = set()
+
+    def attach(self, agent: str, memory: PoolMemory) -> None:
+        """Make a pool readable. Raises `StartupError` for a name that was ever used before."""
+        if agent in self._used_names:
+            raise StartupError(f"the agent name {agent} was used before; give every agent its own")
+        self._used_names.add(agent)
+        self._pools[agent] = memory
+
+    def detach(self, agent: str) -> None:
+        """The agent is gone, closed or dead: reads from it fail, pending ones at their next poll."""
+        self._pools.pop(agent, None)
+
+    def pool(self, agent: str) -> PoolMemory | None:
+        """None when no such agent lives."""
+        return self._pools.get(agent)
+
+
+class LoopbackTransport:
+    """The `KvTransport` between pools in host memory of one process."""
+
+    def __init__(self, memory: PoolMemory, agent: str, network: LoopbackNetwork) -> None:
+        """Raises `StartupError` for device memory or an agent name that was used before."""
+        if memory.kind is not MemoryKind.HOST:
+            raise StartupError("the loopback transport copies host memory only: set transport: nixl")
+        network.attach(agent, memory)
+        self._memory = memory
+        self._network = network
+        self._endpoint = TransportEndpoint(LOOPBACK, agent, memory.description, agent.encode())
+        self._peers = PeerTable(self._endpoint)
+
+    @property
+    def endpoint(self) -> TransportEndpoint:
+        return self._endpoint
+
+    def connect(self, peer: TransportEndpoint) -> None:
+        if self._peers.is_connected(peer):
+            return
+        if peer.metadata != peer.agent.encode():
+            raise TransferFailed(f"the metadata of {peer.agent} is garbled")
+        pool = self._network.pool(peer.agent)
+        if pool is None or pool.description != peer.pool:
+            raise TransferFailed(f"no agent {peer.agent} with {peer.pool} is on this loopback network")
+        self._peers.add(peer)
+
+    def disconnect(self, agent: str) -> None:
+        self._peers.remove(agent)
+
+    def fetch(
+        self, agent: str, remote_blocks: Sequence[BlockId], local_blocks: Sequence[BlockId]
+    ) -> FetchHandle:
+        self._peers.check_read(agent, remote_blocks, local_blocks)
+        self._peers.begin_read(agent)
+        read = _Read(agent, tuple(remote_blocks), tuple(local_blocks))
+        return LoopbackFetch(read, self._memory, self._network, self._peers)
+
+    def close(self) -> None:
+        self._peers.close()
+        self._network.detach(self._endpoint.agent)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    agent: str
+    remote_blocks: tuple[BlockId, ...]
+    local_blocks: tuple[BlockId, ...]
+
+
+class LoopbackFetch:
+    """The `FetchHandle` of one read: all blocks are copied by the poll that ends it."""
+
+    def __init__(self, read: _Read, local: PoolMemory, network: LoopbackNetwork, peers: PeerTable) -> None:
+        self._read = read
+        self._local = local
+        self._network = network
+        self._peers = peers
+        self._fault: Fault | None = network.faults.take()
+        self._num_polls = 0
+        self._status = FetchStatus.PENDING
+
+    @property
+    def num_bytes(self) -> int:
+        return num_read_bytes(self._read.local_blocks, self._local.description)
+
+    def poll(self) -> FetchStatus:
+        if self._status is FetchStatus.PENDING:
+            self._status = self._advance()
+            if self._status is not FetchStatus.PENDING:
+                self._peers.end_read(self._read.agent)
+        return self._status
+
+    def release(self) -> None:
+        if self._status is FetchStatus.PENDING:
+            raise TransferFailed(f"a read from {self._read.agent} is still pending")
+
+    def _advance(self) -> FetchStatus:
+        if self._must_wait():
+            return FetchStatus.PENDING
+        remote = self._network.pool(self._read.agent)
+        if remote is None:
+            return FetchStatus.FAILED
+        kind = self._fault.kind if self._fault else None
+        num_blocks = len(self._read.local_blocks)
+        if kind is FaultKind.FAIL:
+            self._copy(remote, num_blocks // 2)
+            return FetchStatus.FAILED
+        self._copy(remote, num_blocks)
+        if kind is FaultKind.CORRUPT and num_blocks:
+            self._spoil_a_byte()
+        return FetchStatus.DONE
+
+    def _must_wait(self) -> bool:
+        self._num_polls += 1
+        if self._fault is None:
+            return False
+        if self._fault.kind is FaultKind.DELAY:
+            return self._num_polls <= self._fault.num_polls
+        return self._network.faults.is_stalled(self._fault)
+
+    def _copy(self, remote: PoolMemory, num_blocks: int) -> None:
+        read = self._read
+        for theirs, mine in zip(read.remote_blocks[:num_blocks], read.local_blocks, strict=False):
+            ctypes.memmove(
+                self._local.block_address(mine), remote.block_address(theirs), remote.block_bytes
+            )
+
+    def _spoil_a_byte(self) -> None:
+        view = self._local.block_view(self._read.local_blocks[-1])
+        view[self._network.faults.corrupt_byte(len(view))] ^= 0xFF

@@ -1,0 +1,122 @@
+"""What is a prefill worker made of, and how does it start and end?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from engine import Command, Event, ReleaseSequence
+from prefill_worker.config import PrefillWorkerConfig
+from prefill_worker.holder import Holder
+from prefill_worker.metrics import PrefillMetrics
+from prefill_worker.service import PrefillService
+from prefill_worker.session import PrefillSession
+from protocol.errors import EngineFault, SplitserveError, WorkerUnavailable
+from protocol.ids import Role
+from protocol.membership import WorkerRecord
+from protocol.ports import Clock, Directory, KvTransport
+from protocol.wire.splitserve_pb2_grpc import add_PrefillWorkerServicer_to_server
+from rpc import Engine, WorkerProfile, WorkerShell, wait_until
+
+MakeEngine = Callable[[Callable[[Sequence[Event]], None]], Engine[Command]]
+
+
+class PrefillWorker:
+    """One prefill worker: runs prompts, holds their blocks under a lease, hands tickets out.
+
+    Lives on one event loop. Owns its engine and its transport: `stop` ends both.
+    """
+
+    def __init__(
+        self,
+        *,
+        profile: WorkerProfile,
+        make_engine: MakeEngine,
+        transport: KvTransport,
+        directory: Directory,
+        config: PrefillWorkerConfig,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """`make_engine` builds the engine, which calls its argument with the events of every step."""
+        self._shell: WorkerShell[Command, Event] = WorkerShell(
+            profile, Role.PREFILL, make_engine, directory
+        )
+        self._transport = transport
+        self._clock = clock
+        self._sessions: set[PrefillSession] = set()
+        self._metrics = PrefillMetrics(self._shell.registry, lambda: len(self._holder))
+        self._holder = Holder(
+            identity=profile.identity,
+            address=lambda: self._shell.address,
+            block_size=profile.fingerprint.block_size,
+            lease_s=config.lease_s,
+            release_sequence=lambda seq_id: self._shell.engine.post(ReleaseSequence(seq_id)),
+            metrics=self._metrics,
+            clock=clock,
+        )
+        self._shell.health.on_fault(self._fail_all)
+
+    async def start(self, host: str, port: int) -> str:
+        """Serve, and announce to the directory. Returns the address. Raises `StartupError`."""
+        service = PrefillService(
+            identity=self._shell.profile.identity,
+            fingerprint=self._shell.profile.fingerprint,
+            endpoint=lambda: self._transport.endpoint,
+            holder=self._holder,
+            open_session=self._open_session,
+            close_session=self._close_session,
+        )
+        address = await self._shell.start(
+            [partial(add_PrefillWorkerServicer_to_server, service)], host, port
+        )
+        self._shell.tasks.spawn(self._holder.expire_forever(), "lease expiry")
+        return address
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Let requests and held tickets end for up to `grace_s`, then end everything. Bounded."""
+        await self._shell.drain()
+        await wait_until(self._is_idle, grace_s)
+        for session in list(self._sessions):
+            session.end()
+            session.outbox.close(WorkerUnavailable("the prefill worker shuts down"))
+        await self._shell.stop()
+        self._holder.drop_all()
+        self._transport.close()
+
+    def check_health(self) -> None:
+        """Raise `EngineFault` when this worker must be replaced."""
+        self._shell.check_health()
+
+    def record(self) -> WorkerRecord:
+        return self._shell.record()
+
+    def assert_idle(self) -> None:
+        """Raise `EngineFault` unless no request runs and nothing is held."""
+        if not self._is_idle():
+            num_requests = sum(map(len, self._sessions))
+            raise EngineFault(
+                f"{num_requests} requests run, {len(self._holder)} tickets are held,"
+                f" {self._shell.engine.num_listeners} sequences are in use"
+            )
+
+    def _is_idle(self) -> bool:
+        num_requests = sum(map(len, self._sessions))
+        return num_requests + len(self._holder) + self._shell.engine.num_listeners == 0
+
+    def _open_session(self) -> PrefillSession:
+        session = PrefillSession(
+            self._shell.engine, self._holder, self._shell.refusal, self._metrics, self._clock
+        )
+        self._sessions.add(session)
+        return session
+
+    def _close_session(self, session: PrefillSession) -> None:
+        session.end()
+        self._sessions.discard(session)
+
+    def _fail_all(self, fault: SplitserveError) -> None:
+        """A broken engine answers no more: say so, and let readers know that their KV is void."""
+        for session in self._sessions:
+            session.fail_all(fault)
+        self._holder.drop_all()

@@ -1,0 +1,213 @@
+"""The HTTP routes: OpenAI's API, and what operators ask."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from protocol.errors import SplitserveError
+from router.answers import Piece, TextRequest
+from router.http import (
+    LAST_EVENT,
+    Envelope,
+    EventStream,
+    check_api_key,
+    error_body,
+    error_response,
+    event,
+    http_error_response,
+    read_body,
+    timeout_of,
+    until_disconnected,
+)
+from router.openai.chat import ChatRequest
+from router.openai.completions import CompletionRequest
+from router.openai.parameters import parse_body, validate
+from router.openai.replies import ChatReply, CompletionReply, Reply, ReplyOptions
+from router.openai.sampling import CommonFields
+from router.router import Router
+
+__all__ = ["Router", "build_app"]
+
+_KNOWN_PATHS = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready", "/metrics"}
+)
+
+
+def build_app(router: Router) -> FastAPI:
+    """The ASGI application of a router. Starts and stops the router where the server runs lifespans;
+    elsewhere whoever made the router does."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await router.start()
+        try:
+            yield
+        finally:
+            await router.stop()
+
+    app = FastAPI(title="Splitserve", openapi_url=None, lifespan=lifespan)
+    app.include_router(_openai_routes(router))
+    app.include_router(_operator_routes(router))
+    app.add_exception_handler(SplitserveError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_bug)
+    app.add_middleware(Envelope, metrics=router.metrics, known_paths=_KNOWN_PATHS)
+    return app
+
+
+def _on_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, SplitserveError)  # noqa: S101
+    return error_response(error)
+
+
+def _on_http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)  # noqa: S101
+    return http_error_response(error)
+
+
+def _on_bug(_: Request, __: Exception) -> Response:
+    """The server logs the exception itself; the client learns nothing about it."""
+    return error_response(SplitserveError("internal error", code="internal_error"))
+
+
+def _openai_routes(router: Router) -> APIRouter:
+    def needs_key(request: Request) -> None:
+        check_api_key(request, router.settings.api_key)
+
+    routes = APIRouter(prefix="/v1", dependencies=[Depends(needs_key)])
+
+    @routes.post("/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        fields = validate(ChatRequest, await _read_json(router, request))
+        text_request = await router.preparer.chat(
+            fields, router.new_request_id(), timeout_of(request, router.settings.request_timeout_s)
+        )
+        has_logprobs = fields.num_logprobs is not None
+        options = _reply_options(router, "chatcmpl", text_request, fields, has_logprobs)
+        return await _respond(router, request, text_request, fields, ChatReply(options, router.tokenizer))
+
+    @routes.post("/completions")
+    async def completions(request: Request) -> Response:
+        fields = validate(CompletionRequest, await _read_json(router, request))
+        text_request = await router.preparer.completion(
+            fields, router.new_request_id(), timeout_of(request, router.settings.request_timeout_s)
+        )
+        options = _reply_options(router, "cmpl", text_request, fields, fields.logprobs is not None)
+        return await _respond(
+            router, request, text_request, fields, CompletionReply(options, router.tokenizer)
+        )
+
+    @routes.get("/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(router)]}
+
+    @routes.get("/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        router.preparer.check_model(name)
+        return _model(router)
+
+    return routes
+
+
+def _operator_routes(router: Router) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.get("/health")
+    async def health() -> Response:
+        return _status(router, router.unhealthy_because())
+
+    @routes.get("/ready")
+    async def ready() -> Response:
+        return _status(router, router.not_ready_because())
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await router.metrics_page(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    return routes
+
+
+def _status(router: Router, obstacle: str | None) -> Response:
+    body = {
+        "status": "ok" if obstacle is None else "unavailable",
+        "reason": obstacle,
+        "prefill_workers": len(router.workers.prefill_workers()),
+        "decode_workers": len(router.workers.decode_workers()),
+    }
+    return JSONResponse(body, status_code=200 if obstacle is None else 503)
+
+
+def _model(router: Router) -> dict[str, Any]:
+    return {
+        "id": router.served_model_name,
+        "object": "model",
+        "created": router.started_at,
+        "owned_by": "splitserve",
+        "max_model_len": router.max_model_len,
+    }
+
+
+async def _read_json(router: Router, request: Request) -> dict[str, Any]:
+    return parse_body(await read_body(request, router.settings.max_body_bytes))
+
+
+def _reply_options(
+    router: Router, prefix: str, text_request: TextRequest, fields: CommonFields, has_logprobs: bool
+) -> ReplyOptions:
+    return ReplyOptions(
+        reply_id=f"{prefix}-{text_request.generation.request_id}",
+        created=int(router.wall_clock()),
+        model=router.served_model_name,
+        has_logprobs=has_logprobs,
+        has_token_ids=bool(fields.return_token_ids),
+        includes_usage=fields.includes_usage,
+    )
+
+
+async def _respond(
+    router: Router, request: Request, text_request: TextRequest, fields: CommonFields, reply: Reply
+) -> Response:
+    """Answer, or abort the request everywhere when the client goes away."""
+    pieces = router.service.answer(text_request)
+    if not fields.stream:
+        whole = await until_disconnected(request.receive, _all(pieces))
+        return JSONResponse(reply.whole(whole))
+    try:  # errors until the first piece have a status of their own
+        first = await until_disconnected(request.receive, anext(pieces))
+    except BaseException:
+        await pieces.aclose()
+        raise
+    return EventStream(_events(first, pieces, reply, fields.includes_usage), source=pieces)
+
+
+async def _all(pieces: AsyncGenerator[Piece, None]) -> list[Piece]:
+    async with aclosing(pieces):
+        return [piece async for piece in pieces]
+
+
+async def _events(
+    first: Piece, pieces: AsyncGenerator[Piece, None], reply: Reply, includes_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    """The stream of an answer. An error ends it with an error event, and without [DONE]."""
+    try:
+        if (opening := reply.opening()) is not None:
+            yield event(opening)
+        piece = first
+        while True:
+            if (chunk := reply.chunk(piece)) is not None:
+                yield event(chunk)
+            if piece.finish_reason is not None:
+                break
+            piece = await anext(pieces)
+        if includes_usage:
+            yield event(reply.usage_chunk(piece.usage))
+        yield LAST_EVENT
+    except SplitserveError as error:
+        yield event(error_body(error))

@@ -1,0 +1,85 @@
+"""Whether the service works from end to end: a tiny hand-off of the router's own when users make none."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from contextlib import aclosing
+
+from protocol.errors import SplitserveError
+from protocol.generation import GenerationRequest, SamplingParams
+from protocol.ids import RequestId, Role
+from protocol.ports import Clock
+from router.orchestrator import Orchestrator
+from router.ports import Workers, num_usable
+from router.settings import RouterSettings
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+_PROMPT = (0, 0, 0, 0)
+"""Token 0 is in every vocabulary."""
+
+
+class Canary:
+    """Generates two tokens, one at each role, whenever no hand-off succeeded for a while."""
+
+    def __init__(
+        self, orchestrator: Orchestrator, workers: Workers, settings: RouterSettings, clock: Clock
+    ) -> None:
+        self._orchestrator = orchestrator
+        self._workers = workers
+        self._settings = settings
+        self._clock = clock
+        self._last_error: SplitserveError | None = None
+
+    def obstacle(self) -> str | None:
+        """Why the service is not ready, or None when it is: a hand-off succeeded recently."""
+        for role in Role:
+            if not num_usable(self._workers, role):
+                return f"no usable {role.value} worker"
+        window_s = self._settings.canary_interval_s + 2 * self._settings.canary_timeout_s
+        age_s = self._age_s()
+        if age_s is not None and age_s <= window_s:
+            return None
+        if self._last_error is not None:
+            return f"the last hand-off failed: {self._last_error.message}"
+        return "no hand-off yet" if age_s is None else f"the last hand-off was {age_s:.0f} s ago"
+
+    def _age_s(self) -> float | None:
+        last = self._orchestrator.last_handoff
+        return None if last is None else self._clock() - last
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            if self._is_due():
+                await self._sing()
+            try:
+                async with asyncio.timeout(_RETRY_S):
+                    await self._workers.changed()
+            except TimeoutError:
+                continue
+
+    def _is_due(self) -> bool:
+        age_s = self._age_s()
+        is_old = age_s is None or age_s >= self._settings.canary_interval_s
+        return is_old and all(num_usable(self._workers, role) for role in Role)
+
+    async def _sing(self) -> None:
+        request = GenerationRequest(
+            request_id=RequestId(f"canary-{uuid.uuid4().hex}"),
+            prompt_token_ids=_PROMPT,
+            sampling=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
+            deadline_s=self._settings.canary_timeout_s,
+        )
+        try:
+            async with aclosing(self._orchestrator.generate(request)) as deltas:
+                async for _ in deltas:
+                    pass
+        except SplitserveError as error:
+            self._last_error = error
+            logger.warning("the canary's hand-off failed: %s: %s", type(error).__name__, error)
+        else:
+            self._last_error = None

@@ -1,0 +1,95 @@
+"""What a router measures about the requests of its users. The canary's are not among them."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from protocol.errors import SplitserveError
+from protocol.generation import FinishReason
+from protocol.ports import Clock
+
+PREFIX = "splitserve_"
+
+_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+_LONG = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_QUEUE = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class RouterMetrics:
+    """A router's own registry. Names and meanings follow vLLM's where they are the same."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        histogram, counter, gauge = self._histogram, self._counter, self._gauge
+        self.ttft_s = histogram("time_to_first_token_seconds", "From arrival to the first token", _TTFT)
+        self.itl_s = histogram("inter_token_latency_seconds", "Between two tokens of a request", _PER_TOKEN)
+        self.tpot_s = histogram(
+            "request_time_per_output_token_seconds", "A request's mean time per later token", _PER_TOKEN
+        )
+        self.e2e_s = histogram("e2e_request_latency_seconds", "From arrival to the last token", _LONG)
+        self.queue_s = histogram("request_queue_time_seconds", "Wait for a place in flight", _QUEUE)
+        self.successes = counter("request_success", "Requests that ended well", "finished_reason")
+        self.failures = counter("request_failure", "Requests that ended with an error", "error")
+        self.retries = counter("request_retries", "Further legs after a failure at a worker", "error")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that ended well")
+        self.cached_tokens = counter("prompt_tokens_cached", "Those that came out of a prefix cache")
+        self.generation_tokens = counter("generation_tokens", "Tokens given to clients")
+        self.responses = counter("http_responses", "HTTP responses", "path", "status")
+        self.running = gauge("num_requests_in_flight", "Requests at the workers now")
+        self.waiting = gauge("num_requests_queued", "Requests that wait for a place now")
+        self.workers = gauge("num_usable_workers", "Workers that can take requests now", "pool")
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(PREFIX + name, text, buckets=buckets, registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(PREFIX + name, text, labels, registry=self.registry)
+
+
+class RequestTimer:
+    """Measures one request."""
+
+    def __init__(self, metrics: RouterMetrics, clock: Clock) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._arrived = clock()
+        self._first: float | None = None
+        self._last = self._arrived
+        self._num_tokens = 0
+        self._has_ended = False
+
+    def admitted(self) -> None:
+        self._metrics.queue_s.observe(self._clock() - self._arrived)
+
+    def tokens(self, num_tokens: int) -> None:
+        """So many tokens have come now."""
+        if not num_tokens:
+            return
+        now = self._clock()
+        if self._first is None:
+            self._first = now
+            self._metrics.ttft_s.observe(now - self._arrived)
+        else:
+            self._metrics.itl_s.observe((now - self._last) / num_tokens)
+        self._last = now
+        self._num_tokens += num_tokens
+        self._metrics.generation_tokens.inc(num_tokens)
+
+    def finished(self, reason: FinishReason, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        self._has_ended = True
+        self._metrics.successes.labels(reason.value).inc()
+        self._metrics.prompt_tokens.inc(num_prompt_tokens)
+        self._metrics.cached_tokens.inc(num_cached_tokens)
+        self._metrics.e2e_s.observe(self._clock() - self._arrived)
+        if self._first is not None and self._num_tokens > 1:
+            self._metrics.tpot_s.observe((self._last - self._first) / (self._num_tokens - 1))
+
+    def failed(self, error: SplitserveError) -> None:
+        """Counts unless the request has finished: then only the client's reading of it failed."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._metrics.failures.labels(type(error).__name__).inc()

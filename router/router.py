@@ -1,0 +1,119 @@
+"""A router put together: everything between the HTTP routes and the workers, with its life cycle."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from functools import partial
+
+from protocol.errors import EngineFault, SplitserveError
+from protocol.ids import RequestId, Role
+from protocol.ports import Clock, Directory
+from router.admission import Admission
+from router.canary import Canary
+from router.connection import Connect, grpc_connect
+from router.exposition import merge
+from router.metrics import RouterMetrics
+from router.openai.prepare import Preparer
+from router.orchestrator import Orchestrator
+from router.policy import LeastOutstandingWork, RoutingPolicy
+from router.ports import num_usable
+from router.service import Service
+from router.settings import RouterSettings
+from router.tokenizer import Tokenizer
+from router.workers import WorkerSet
+
+
+class Router:
+    """Composition of one router replica. Made, started and used on one event loop."""
+
+    def __init__(
+        self,
+        *,
+        settings: RouterSettings,
+        directory: Directory,
+        tokenizer: Tokenizer,
+        served_model_name: str,
+        max_model_len: int,
+        cluster_token: str,
+        clock: Clock = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        policy: RoutingPolicy | None = None,
+        connect: Connect | None = None,
+    ) -> None:
+        """`connect` replaces gRPC, for tests. Does no I/O."""
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.served_model_name = served_model_name
+        self.max_model_len = max_model_len
+        self.metrics = RouterMetrics()
+        self.started_at = int(wall_clock())
+        self.wall_clock = wall_clock
+        self.workers = WorkerSet(
+            directory,
+            connect or grpc_connect(cluster_token, clock, settings.frame_timeout_s),
+            settings,
+            clock,
+        )
+        self.orchestrator = Orchestrator(
+            self.workers, policy or LeastOutstandingWork(), settings, clock, self._count_retry
+        )
+        self.admission = Admission(settings.max_in_flight, settings.max_queued, settings.retry_after_s)
+        self.service = Service(self.orchestrator, self.admission, tokenizer, self.metrics, clock)
+        self.preparer = Preparer(tokenizer, served_model_name, max_model_len)
+        self.canary = Canary(self.orchestrator, self.workers, settings, clock)
+        self._singing: asyncio.Task[None] | None = None
+        self._expose_gauges()
+
+    def _count_retry(self, error: SplitserveError) -> None:
+        self.metrics.retries.labels(type(error).__name__).inc()
+
+    def _expose_gauges(self) -> None:
+        self.metrics.running.set_function(lambda: self.admission.num_in_flight)
+        self.metrics.waiting.set_function(lambda: self.admission.num_queued)
+        for role in Role:
+            gauge = self.metrics.workers.labels(role.value)
+            gauge.set_function(partial(num_usable, self.workers, role))
+
+    async def start(self) -> None:
+        """Begin to follow the directory and to watch the service. Waits for no worker. Idempotent."""
+        await self.workers.start()
+        if self._singing is None:
+            self._singing = asyncio.create_task(self.canary.run(), name="canary")
+
+    async def stop(self) -> None:
+        """Drop all workers; requests that still run fail with 503. Bounded, idempotent."""
+        if self._singing is not None:
+            self._singing.cancel()
+            await asyncio.wait([self._singing], timeout=self.settings.stop_timeout_s)
+            self._singing = None
+        await self.workers.stop()
+
+    def new_request_id(self) -> RequestId:
+        """Unique in the cluster, whatever id the client chose for its own logs."""
+        return RequestId(uuid.uuid4().hex)
+
+    def unhealthy_because(self) -> str | None:
+        """Why no request can succeed now, or None."""
+        try:
+            self.workers.check()
+        except EngineFault as error:
+            return error.message
+        missing = [role.value for role in Role if not num_usable(self.workers, role)]
+        return f"no usable {' and no usable '.join(missing)} worker" if missing else None
+
+    def not_ready_because(self) -> str | None:
+        """Why the service has not proved lately that it works, or None."""
+        return self.unhealthy_because() or self.canary.obstacle()
+
+    async def metrics_page(self) -> bytes:
+        """The router's and every answering worker's metrics in Prometheus' text format."""
+        return merge(self.metrics.registry, await self.workers.scrape())
+
+    def assert_idle(self) -> None:
+        """No request is anywhere."""
+        self.admission.assert_idle()
+        self.orchestrator.assert_idle()
+        self.workers.assert_idle()

@@ -1,0 +1,149 @@
+"""What is a worker beside its role? An engine, a server, an entry in the directory, and a bounded end.
+
+start: engine ──> server ──> announced            (stopped again when a step fails)
+stop:  withdrawn ──> the role ends its sessions ──> server ──> tasks ──> engine
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, TypeVar
+
+from prometheus_client import CollectorRegistry
+
+from protocol.errors import SplitserveError, StartupError, WorkerUnavailable
+from protocol.handoff import Fingerprint
+from protocol.ids import Role, WorkerIdentity
+from protocol.membership import WorkerRecord
+from protocol.ports import Directory
+from protocol.wire.splitserve_pb2_grpc import add_WorkerAdminServicer_to_server
+from rpc.admin import AdminService
+from rpc.announcer import Announcer
+from rpc.engine_link import Engine, EngineLink, HasSequence
+from rpc.engine_metrics import EngineCollector
+from rpc.health import Health
+from rpc.server import Registrar, RunningServer, join_address, start_server
+from rpc.tasks import TaskSet
+
+CommandT = TypeVar("CommandT")
+EventT = TypeVar("EventT", bound=HasSequence)
+
+ALL_INTERFACES = ("", "0.0.0.0", "::")  # noqa: S104  # recognised here, never bound by default
+SESSIONS_STOP_TIMEOUT_S = 1.0
+ENGINE_STOP_TIMEOUT_S = 10.0
+TASKS_STOP_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProfile:
+    """Who a worker is and what it serves."""
+
+    identity: WorkerIdentity
+    fingerprint: Fingerprint
+    max_model_len: int
+    cluster_token: str = field(repr=False)
+    advertise_host: str | None = None
+    """Where other machines reach this worker; None: the host that it listens on."""
+
+
+class WorkerShell(Generic[CommandT, EventT]):
+    """The parts that both roles have. Used on one event loop."""
+
+    def __init__(
+        self,
+        profile: WorkerProfile,
+        role: Role,
+        make_engine: Callable[[Callable[[Sequence[EventT]], None]], Engine[CommandT]],
+        directory: Directory,
+    ) -> None:
+        self.profile = profile
+        self.health = Health()
+        self.tasks = TaskSet(self.health)
+        self.engine: EngineLink[CommandT, EventT] = EngineLink(make_engine, self.health)
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(lambda: self.engine.stats, self.record))
+        self.is_draining = False
+        self._role = role
+        self._announcer = Announcer(directory, self.record)
+        self._address = ""
+        self._server: RunningServer | None = None
+
+    @property
+    def address(self) -> str:
+        """host:port under which others reach this worker; empty before the start."""
+        return self._address
+
+    def record(self) -> WorkerRecord:
+        """What the directory is told."""
+        return WorkerRecord(
+            identity=self.profile.identity,
+            role=self._role,
+            address=self._address,
+            fingerprint=self.profile.fingerprint,
+            max_model_len=self.profile.max_model_len,
+            load=self.engine.stats.load,
+            draining=self.is_draining,
+        )
+
+    async def start(self, registrars: Iterable[Registrar], host: str, port: int) -> str:
+        """Serve on `host`:`port` (0: any free one) and be found. Returns the address to reach it.
+
+        Raises `StartupError`; nothing runs then.
+        """
+        advertised = self.profile.advertise_host or host
+        if advertised in ALL_INTERFACES:
+            raise StartupError(f"to listen on {host!r}, say which host name others reach this worker by")
+        self.engine.start()
+        try:
+            admin = partial(add_WorkerAdminServicer_to_server, AdminService(self.record, self.registry))
+            token = self.profile.cluster_token
+            self._server = await start_server([*registrars, admin], host, port, token)
+        except BaseException:
+            await self.engine.stop(ENGINE_STOP_TIMEOUT_S)
+            raise
+        self._address = join_address(advertised, self._server.port)
+        self.tasks.spawn(self.engine.watch(), "engine watch")
+        self.tasks.spawn(self._announcer.run(), "announcer")
+        return self._address
+
+    async def drain(self) -> None:
+        """Take no new work and say so; what runs goes on, and so readers and routers stay connected."""
+        if self._server is not None:
+            self.is_draining = True
+            await self._announcer.announce()
+
+    async def stop(self) -> None:
+        """End what `start` started; the role has ended its sessions before. Bounded, idempotent."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        await server.stop(SESSIONS_STOP_TIMEOUT_S)
+        await self.tasks.cancel(TASKS_STOP_TIMEOUT_S)
+        await self._announcer.withdraw()
+        await self.engine.stop(ENGINE_STOP_TIMEOUT_S)
+
+    def refusal(self) -> SplitserveError | None:
+        """Why no new request can be taken now; None when it can."""
+        if self.health.fault is not None:
+            return self.health.fault
+        if self.is_draining:
+            return WorkerUnavailable(f"{self.profile.identity.worker_id} is shutting down")
+        return None
+
+    def check_health(self) -> None:
+        """Raise `EngineFault` when the engine or another part is broken for good."""
+        self.engine.check()
+        self.health.check()
+
+
+async def wait_until(is_done: Callable[[], bool], timeout_s: float, period_s: float = 0.02) -> bool:
+    """Look every `period_s` until `is_done`, for at most `timeout_s`. Returns the last answer."""
+    for _ in range(math.ceil(timeout_s / period_s)):
+        if is_done():
+            return True
+        await asyncio.sleep(period_s)
+    return is_done()

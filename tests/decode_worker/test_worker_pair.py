@@ -1,0 +1,503 @@
+"""A prefill and a decode worker, whole: real engines (fake executor), real gRPC, loopback transport.
+
+Each test ends with both engines and all pools idle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+from worker_fakes import (
+    BLOCK_SIZE,
+    CLUSTER_TOKEN,
+    D0,
+    FINGERPRINT,
+    P0,
+    MemoryDirectory,
+    PoolKv,
+    make_request,
+)
+
+from decode_worker import DecodeWorker, DecodeWorkerConfig, OnKvFailure
+from engine import EngineCore, EngineThread, SchedulerConfig
+from engine.fake_executor import FakeExecutor
+from kv_transfer import FaultKind, LoopbackNetwork, LoopbackTransport, agent_name
+from prefill_worker import PrefillWorker, PrefillWorkerConfig
+from protocol.codec import failure_from_wire, request_to_wire, ticket_from_wire, token_from_wire
+from protocol.errors import (
+    EngineFault,
+    LayoutMismatch,
+    LeaseExpired,
+    SplitserveError,
+    StartupError,
+    TransferFailed,
+    TransferTimeout,
+    Unauthorized,
+    WorkerUnavailable,
+)
+from protocol.generation import GenerationRequest
+from protocol.handoff import Fingerprint, Ticket
+from protocol.ids import WorkerIdentity
+from protocol.wire import splitserve_pb2 as pb
+from protocol.wire.splitserve_pb2_grpc import DecodeWorkerStub, PrefillWorkerStub, WorkerAdminStub
+from rpc import WorkerProfile, WorkerSession, open_channel
+
+NUM_BLOCKS = 64
+LIMIT_S = 20.0
+
+
+class Station:
+    """What a worker is built from: a core, its memory and its transport."""
+
+    def __init__(self, identity: WorkerIdentity, network: LoopbackNetwork) -> None:
+        kv, memory = PoolKv.allocate(NUM_BLOCKS)
+        self.executor = FakeExecutor(BLOCK_SIZE, kv=kv)
+        self.gate_s = 0.0
+        config = SchedulerConfig(num_blocks=NUM_BLOCKS, max_model_len=200, block_size=BLOCK_SIZE)
+        self.core = EngineCore(config, self, frozenset(), time.monotonic)
+        self.transport = LoopbackTransport(memory, agent_name(identity, 0), network)
+        self.breaks = False
+
+    def execute(self, plan: Any) -> Any:
+        if self.breaks:
+            raise ZeroDivisionError("the device is gone")
+        time.sleep(self.gate_s)
+        return self.executor.execute(plan)
+
+    def engine(self, on_events: Any) -> EngineThread:
+        return EngineThread(self.core, on_events, "engine", idle_wait_s=0.05)
+
+
+def profile(identity: WorkerIdentity, fingerprint: Fingerprint) -> WorkerProfile:
+    return WorkerProfile(identity, fingerprint, max_model_len=200, cluster_token=CLUSTER_TOKEN)
+
+
+class Pair:
+    """One prefill and one decode worker and a directory."""
+
+    def __init__(
+        self,
+        policy: OnKvFailure = OnKvFailure.RECOMPUTE,
+        *,
+        lease_s: float = 5.0,
+        fetch_limit_s: float = 10.0,
+        decode_fingerprint: Fingerprint = FINGERPRINT,
+    ) -> None:
+        self.network = LoopbackNetwork()
+        self.directory = MemoryDirectory()
+        self.p, self.d = Station(P0, self.network), Station(D0, self.network)
+        self.prefill = PrefillWorker(
+            profile=profile(P0, FINGERPRINT),
+            make_engine=self.p.engine,
+            transport=self.p.transport,
+            directory=self.directory,
+            config=PrefillWorkerConfig(lease_s=lease_s),
+        )
+        self.decode = DecodeWorker(
+            profile=profile(D0, decode_fingerprint),
+            make_engine=self.d.engine,
+            transport=self.d.transport,
+            directory=self.directory,
+            config=DecodeWorkerConfig(policy, fetch_limit_s=fetch_limit_s, owner_timeout_s=2.0),
+        )
+
+    async def until_idle(self) -> None:
+        """Both workers have nothing left of any request, and both engines hold no block."""
+        await until(lambda: _is_idle(self.prefill) and _is_idle(self.decode))
+
+    def assert_no_block_is_lost(self) -> None:
+        """To be asked after both have stopped."""
+        for station in (self.p, self.d):
+            station.core.check_integrity()
+            station.core.assert_idle()
+
+
+def _is_idle(worker: PrefillWorker | DecodeWorker) -> bool:
+    try:
+        worker.assert_idle()
+    except EngineFault:
+        return False
+    return True
+
+
+async def until(is_true: Any) -> None:
+    """Look until it is true; the test fails when it never is."""
+    async with asyncio.timeout(LIMIT_S):
+        while not is_true():  # noqa: ASYNC110  # nobody signals an idle worker
+            await asyncio.sleep(0.005)
+
+
+class Line:
+    """A router's session with one worker: frames by request."""
+
+    def __init__(self, stub: Any, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self.answers: dict[str, asyncio.Queue[Any]] = {}
+        self.broken: asyncio.Queue[SplitserveError] = asyncio.Queue()
+        self.session: Any = WorkerSession(
+            stub(channel).Serve, self._on_frame, self.broken.put_nowait, time.monotonic
+        )
+
+    def _on_frame(self, frame: Any) -> None:
+        for done in getattr(frame, "done", ()):
+            self._of(done.first.request_id).put_nowait(done)
+        for delta in getattr(frame, "deltas", ()):
+            self._of(delta.request_id).put_nowait(delta)
+        for failure in frame.failures:
+            self._of(failure.request_id).put_nowait(failure_from_wire(failure))
+
+    def _of(self, request_id: str) -> asyncio.Queue[Any]:
+        return self.answers.setdefault(request_id, asyncio.Queue())
+
+    async def answer(self, name: str) -> Any:
+        """The next answer about a request; its failure is raised."""
+        async with asyncio.timeout(LIMIT_S):
+            answer = await self._of(name).get()
+        if isinstance(answer, SplitserveError):
+            raise answer
+        return answer
+
+
+class Router:
+    """What a router does, by hand."""
+
+    def __init__(self, prefill: Line, decode: Line) -> None:
+        self.p, self.d = prefill, decode
+
+    async def prefill(self, request: GenerationRequest) -> Any:
+        await self.p.session.send(pb.PrefillCommand(submit=request_to_wire(request)))
+        return await self.p.answer(request.request_id)
+
+    async def hand_over(self, request: GenerationRequest, done: Any) -> None:
+        submit = pb.DecodeSubmit(
+            request=request_to_wire(request), ticket=done.ticket, first_token=done.first.tokens[0]
+        )
+        await self.d.session.send(pb.DecodeCommand(submit=submit))
+
+    async def rest(self, name: str) -> tuple[list[int], Any]:
+        """All tokens that D sends, and the receipt of its first delta."""
+        tokens: list[int] = []
+        receipt: Any = None
+        while True:
+            delta = await self.d.answer(name)
+            receipt = receipt or delta.receipt
+            tokens += [token_from_wire(t).token_id for t in delta.tokens]
+            if delta.finish_reason:
+                return tokens, receipt
+
+    async def generate(self, request: GenerationRequest) -> tuple[list[int], Any]:
+        done = await self.prefill(request)
+        first = [t.token_id for t in done.first.tokens]
+        if done.first.finish_reason:
+            return first, done.first.receipt
+        await self.hand_over(request, done)
+        tokens, receipt = await self.rest(request.request_id)
+        return first + tokens, receipt
+
+
+def oracle(request: GenerationRequest) -> list[int]:
+    executor = FakeExecutor(BLOCK_SIZE)
+    tokens = [*request.prompt_token_ids, *request.output_token_ids]
+    while len(tokens) < len(request.prompt_token_ids) + request.sampling.max_tokens:
+        tokens.append(executor.next_token(tokens))
+    return tokens[len(request.prompt_token_ids) + len(request.output_token_ids) :]
+
+
+@asynccontextmanager
+async def running(pair: Pair, *, leaks_expected: bool = False) -> AsyncIterator[Router]:
+    async with AsyncExitStack() as stack:
+        addresses = [await worker.start("127.0.0.1", 0) for worker in (pair.prefill, pair.decode)]
+        stack.push_async_callback(pair.prefill.stop)
+        stack.push_async_callback(pair.decode.stop)
+        lines = []
+        for stub, address in zip((PrefillWorkerStub, DecodeWorkerStub), addresses, strict=True):
+            channel = await stack.enter_async_context(open_channel(address, CLUSTER_TOKEN))
+            lines.append(Line(stub, channel))
+            await lines[-1].session.start()
+            stack.push_async_callback(lines[-1].session.close)
+        yield Router(*lines)
+        if not leaks_expected:
+            await pair.until_idle()
+    assert pair.directory.records == {}
+    if not leaks_expected:
+        pair.assert_no_block_is_lost()
+
+
+async def test_split_generation_gives_the_tokens_of_an_undivided_one() -> None:
+    pair = Pair()
+    async with running(pair) as router:
+        requests = [make_request(f"r{i}", num_prompt=5 + 7 * i) for i in range(8)]
+        results = await asyncio.gather(*map(router.generate, requests))
+        assert [tokens for tokens, _ in results] == list(map(oracle, requests))
+        for worker in (pair.prefill, pair.decode):
+            worker.check_health()
+
+
+async def test_first_token_is_never_sent_twice_and_the_receipt_tells_the_fetch() -> None:
+    pair = Pair()
+    async with running(pair) as router:
+        request = make_request(num_prompt=10)
+        done = await router.prefill(request)
+        assert len(done.first.tokens) == 1
+        await router.hand_over(request, done)
+        tokens, receipt = await router.rest("r")
+        assert len(tokens) == request.sampling.max_tokens - 1
+        assert receipt.fetched_bytes == 3 * BLOCK_SIZE * 8
+
+
+async def test_request_of_one_token_never_leaves_the_prefill_worker() -> None:
+    pair = Pair()
+    async with running(pair) as router:
+        request = make_request()
+        request = replace(request, sampling=replace(request.sampling, max_tokens=1))
+        done = await router.prefill(request)
+        assert done.first.finish_reason == "length"
+        assert not done.HasField("ticket")
+
+
+async def test_second_run_of_a_prompt_fetches_only_what_is_not_cached() -> None:
+    pair = Pair()
+    async with running(pair) as router:
+        first, second = make_request("a", 12), make_request("b", 12)
+        tokens, receipt = await router.generate(first)
+        assert receipt.fetched_bytes == 3 * BLOCK_SIZE * 8
+        again, receipt = await router.generate(second)
+        assert again == tokens
+        assert receipt.fetched_bytes < 3 * BLOCK_SIZE * 8
+
+
+async def test_resumed_run_continues_where_the_first_ended() -> None:
+    pair = Pair()
+    async with running(pair) as router:
+        whole = oracle(make_request())
+        tokens, _ = await router.generate(make_request(outputs=tuple(whole[:3])))
+        assert tokens == whole[3:]
+
+
+@pytest.mark.parametrize("fault", [FaultKind.FAIL, FaultKind.DELAY])
+async def test_failed_or_slow_read_changes_no_token(fault: FaultKind) -> None:
+    pair = Pair()
+    pair.network.faults.script(fault, 20)
+    async with running(pair) as router:
+        request = make_request(num_prompt=30)
+        tokens, _ = await router.generate(request)
+        assert tokens == oracle(request)
+        again, _ = await router.generate(make_request("again", num_prompt=31))
+        assert again == oracle(make_request("again", num_prompt=31))
+
+
+async def test_failed_read_fails_the_request_when_the_policy_says_so() -> None:
+    pair = Pair(OnKvFailure.FAIL)
+    pair.network.faults.script(FaultKind.FAIL)
+    async with running(pair) as router:
+        with pytest.raises(TransferFailed):
+            await router.generate(make_request())
+        tokens, _ = await router.generate(make_request("next"))
+        assert tokens == oracle(make_request("next"))
+
+
+@pytest.mark.parametrize("policy", OnKvFailure)
+async def test_lease_that_lapsed_before_the_hand_over_is_never_trusted(policy: OnKvFailure) -> None:
+    pair = Pair(policy, lease_s=0.2)
+    async with running(pair) as router:
+        request = make_request()
+        done = await router.prefill(request)
+        await until(lambda: _is_idle(pair.prefill))
+        await router.hand_over(request, done)
+        if policy is OnKvFailure.FAIL:
+            with pytest.raises(LeaseExpired):
+                await router.rest("r")
+        else:
+            tokens, _ = await router.rest("r")
+            assert tokens == oracle(request)[1:]
+
+
+async def test_stalled_read_keeps_its_lease_and_ends_well() -> None:
+    """The lease is long enough for a machine that is busy with other things, and still outlasted."""
+    pair = Pair(OnKvFailure.FAIL, lease_s=2.0)
+    pair.network.faults.script(FaultKind.STALL)
+    async with running(pair) as router:
+        request = make_request()
+        await router.hand_over(request, await router.prefill(request))
+        await asyncio.sleep(2.5)
+        pair.network.faults.resume()
+        tokens, _ = await router.rest("r")
+        assert tokens == oracle(request)[1:]
+
+
+async def test_router_that_vanishes_during_the_read_leaves_nothing_behind() -> None:
+    pair = Pair()
+    pair.network.faults.script(FaultKind.STALL)
+    async with running(pair) as router:
+        request = make_request()
+        await router.hand_over(request, await router.prefill(request))
+        await until(lambda: pair.decode.record().load.num_held == 1)
+        await router.d.session.close()
+        await until(lambda: pair.decode.record().load.num_held == 1)
+        assert not _is_idle(pair.decode)
+        pair.network.faults.resume()
+        await pair.until_idle()
+
+
+async def test_abort_at_the_prefill_worker_frees_everything() -> None:
+    pair = Pair()
+    pair.p.gate_s = 0.02
+    async with running(pair) as router:
+        await router.p.session.send(pb.PrefillCommand(submit=request_to_wire(make_request(num_prompt=150))))
+        await router.p.session.send(pb.PrefillCommand(abort_request_id="r"))
+        await pair.until_idle()
+        done = await router.prefill(make_request("held"))
+        await router.p.session.send(pb.PrefillCommand(release_ticket_id=done.ticket.ticket_id))
+        await pair.until_idle()
+
+
+async def test_abort_while_decoding_frees_everything() -> None:
+    pair = Pair()
+    pair.d.gate_s = 0.05
+    async with running(pair) as router:
+        request = make_request()
+        await router.hand_over(request, await router.prefill(request))
+        await router.d.answer("r")
+        await router.d.session.send(pb.DecodeCommand(abort_request_id="r"))
+        await pair.until_idle()
+
+
+async def test_owner_that_is_gone_means_recompute() -> None:
+    pair = Pair()
+    async with running(pair) as router:
+        request = make_request()
+        done = await router.prefill(request)
+        await pair.prefill.stop()
+        await router.hand_over(request, done)
+        tokens, _ = await router.rest("r")
+        assert tokens == oracle(request)[1:]
+
+
+async def test_decode_worker_connects_to_owners_before_any_request() -> None:
+    pair = Pair()
+    async with running(pair) as router:
+        admin = WorkerAdminStub(router.d.channel)
+
+        async def exposition() -> str:
+            text: str = (await admin.Metrics(pb.MetricsRequest(), timeout=5)).exposition
+            return text
+
+        await until(lambda: pair.decode.num_peers == 1)
+        assert "splitserve_kv_peers 1.0" in await exposition()
+        await router.generate(make_request())
+        text = await exposition()
+        assert "splitserve_kv_transfer_blocks_total 3.0" in text
+        assert 'splitserve_num_requests_running{role="decode",worker_id="d0"}' in text
+        assert "splitserve_kv_cache_usage_perc" in text
+        record = await admin.Describe(pb.DescribeRequest(), timeout=5)
+        assert (record.role, record.identity.worker_id) == ("decode", "d0")
+
+
+async def test_workers_that_disagree_exchange_nothing_and_say_why() -> None:
+    pair = Pair(decode_fingerprint=replace(FINGERPRINT, revision="r2"))
+    async with running(pair) as router:
+        with pytest.raises(LayoutMismatch) as caught:
+            await router.generate(make_request())
+        assert "r1" in caught.value.message
+        assert "r2" in caught.value.message
+
+
+async def test_read_that_never_ends_makes_the_decode_worker_unfit() -> None:
+    pair = Pair(fetch_limit_s=0.2)
+    pair.network.faults.script(FaultKind.STALL)
+    async with running(pair, leaks_expected=True) as router:
+        with pytest.raises(TransferTimeout):
+            await router.generate(make_request())
+        with pytest.raises(EngineFault):
+            pair.decode.check_health()
+        with pytest.raises(EngineFault):
+            await router.generate(make_request("later"))
+
+
+async def test_broken_engine_fails_its_requests_and_makes_the_worker_unfit() -> None:
+    pair = Pair()
+    async with running(pair, leaks_expected=True) as router:
+        pair.p.breaks = True
+        with pytest.raises(EngineFault):
+            await router.prefill(make_request())
+        with pytest.raises(EngineFault):
+            pair.prefill.check_health()
+        with pytest.raises(EngineFault):
+            await router.prefill(make_request("later"))
+
+
+async def test_stop_during_work_is_told_to_the_router_and_loses_no_block() -> None:
+    pair = Pair()
+    pair.d.gate_s = 0.05
+    async with running(pair) as router:
+        request = make_request()
+        await router.hand_over(request, await router.prefill(request))
+        await router.d.answer("r")
+        await pair.decode.stop()
+        async with asyncio.timeout(LIMIT_S):
+            assert isinstance(await router.d.broken.get(), WorkerUnavailable)
+        assert D0 not in pair.directory.records
+
+
+async def test_graceful_stop_lets_requests_end() -> None:
+    pair = Pair()
+    pair.d.gate_s = 0.02
+    async with running(pair) as router:
+        request = make_request()
+        await router.hand_over(request, await router.prefill(request))
+        first = await router.d.answer("r")
+        stopping = asyncio.create_task(pair.decode.stop(grace_s=LIMIT_S))
+        await until(lambda: pair.directory.records[D0].draining)
+        with pytest.raises(WorkerUnavailable, match="shutting down"):
+            await router.generate(make_request("late"))
+        tokens, _ = await router.rest("r")
+        assert [t.token_id for t in first.tokens] + tokens == oracle(request)[1:]
+        await stopping
+        assert D0 not in pair.directory.records
+
+
+async def test_other_token_reads_no_kv() -> None:
+    pair = Pair()
+    async with running(pair) as router:
+        done = await router.prefill(make_request())
+        ticket: Ticket = ticket_from_wire(done.ticket)
+        async with open_channel(ticket.owner_address, "guessed") as channel:
+            call = PrefillWorkerStub(channel).Release(
+                pb.ReleaseRequest(incarnation="p-first", ticket_id=ticket.ticket_id), timeout=5
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        with pytest.raises(Unauthorized):
+            await Line(DecodeWorkerStub, open_channel(router_address(pair), "guessed")).session.start()
+        await router.p.session.send(pb.PrefillCommand(release_ticket_id=ticket.ticket_id))
+
+
+def router_address(pair: Pair) -> str:
+    return pair.decode.record().address
+
+
+async def test_directory_that_fails_harms_no_request() -> None:
+    pair = Pair()
+    async with running(pair) as router:
+        pair.directory.fails_with = WorkerUnavailable("the directory restarts")
+        request = make_request()
+        tokens, _ = await router.generate(request)
+        assert tokens == oracle(request)
+        pair.directory.fails_with = None
+        pair.decode.check_health()
+
+
+async def test_worker_without_a_reachable_address_does_not_start() -> None:
+    pair = Pair()
+    for worker in (pair.prefill, pair.decode):
+        with pytest.raises(StartupError, match="which host name"):
+            await worker.start("0.0.0.0", 0)  # noqa: S104
+    pair.assert_no_block_is_lost()

@@ -1,0 +1,151 @@
+"""An engine core on a checking fake device, with short ways to say what tests say often."""
+
+from __future__ import annotations
+
+from engine.config import SchedulerConfig
+from engine.core import EngineCore
+from engine.fake_executor import FakeExecutor
+from engine.messages import (
+    AbortSequence,
+    AddSequence,
+    AdmitSequence,
+    BlocksAllocated,
+    Command,
+    Event,
+    PrefillProgressed,
+    RecomputeSequence,
+    ReleaseSequence,
+    ReserveSequence,
+    SequenceFailed,
+    TokensSampled,
+)
+from protocol.errors import SplitserveError
+from protocol.generation import FinishReason, SamplingParams
+from protocol.ids import SequenceId
+
+EOS = 0
+
+
+def greedy(max_tokens: int = 8, *, ignore_eos: bool = True, **more: object) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos, **more)  # type: ignore[arg-type]
+
+
+class Engine:
+    """Collects events by sequence and checks the core after every call."""
+
+    def __init__(self, vocab_size: int = 50, **settings: object) -> None:
+        defaults: dict[str, object] = {
+            "num_blocks": 65, "max_model_len": 200, "block_size": 4, "max_num_seqs": 8,
+            "max_num_batched_tokens": 32, "watermark": 0.0,
+        }  # fmt: skip
+        self.config = SchedulerConfig(**{**defaults, **settings})  # type: ignore[arg-type]
+        self.executor = FakeExecutor(self.config.block_size, vocab_size)
+        self.now_s = 0.0
+        self.core = EngineCore(self.config, self.executor, frozenset([EOS]), self._tick)
+        self.events: list[Event] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.finished: dict[str, FinishReason] = {}
+        self.failed: dict[str, SplitserveError] = {}
+        self.allocated: dict[str, BlocksAllocated] = {}
+        self.progress: dict[str, list[int]] = {}
+
+    # ---- Commands ----
+
+    def add(
+        self,
+        seq_id: str,
+        prompt: list[int],
+        sampling: SamplingParams | None = None,
+        *,
+        output: tuple[int, ...] = (),
+        hold: bool = False,
+        salt: str = "",
+    ) -> list[Event]:
+        return self.handle(
+            AddSequence(
+                SequenceId(seq_id), tuple(prompt), sampling or greedy(), output, hold=hold, cache_salt=salt
+            )
+        )
+
+    def reserve(
+        self,
+        seq_id: str,
+        prompt: list[int],
+        output: tuple[int, ...],
+        sampling: SamplingParams | None = None,
+    ) -> list[Event]:
+        return self.handle(ReserveSequence(SequenceId(seq_id), tuple(prompt), output, sampling or greedy()))
+
+    def admit(self, seq_id: str) -> list[Event]:
+        return self.handle(AdmitSequence(SequenceId(seq_id)))
+
+    def recompute(self, seq_id: str) -> list[Event]:
+        return self.handle(RecomputeSequence(SequenceId(seq_id)))
+
+    def abort(self, seq_id: str) -> list[Event]:
+        return self.handle(AbortSequence(SequenceId(seq_id)))
+
+    def release(self, seq_id: str) -> list[Event]:
+        return self.handle(ReleaseSequence(SequenceId(seq_id)))
+
+    def handle(self, command: Command) -> list[Event]:
+        return self._record(self.core.handle(command))
+
+    # ---- Steps ----
+
+    def step(self) -> list[Event]:
+        return self._record(self.core.step())
+
+    def run(self, max_steps: int = 2000) -> None:
+        """Step until nothing is left to do; a live-lock fails."""
+        for _ in range(max_steps):
+            if not self.core.has_work:
+                return
+            self.step()
+        raise AssertionError(f"still busy after {max_steps} steps")
+
+    @property
+    def last_plan(self) -> list[tuple[str, int]]:
+        return self.executor.plans[-1]
+
+    def expected(self, prompt: list[int], num_tokens: int, output: tuple[int, ...] = ()) -> list[int]:
+        """What an undisturbed run generates after `prompt` and `output`."""
+        tokens = [*prompt, *output]
+        for _ in range(num_tokens):
+            tokens.append(self.executor.next_token(tokens))
+        return tokens[len(prompt) + len(output) :]
+
+    def fill(self, seq_id: str, token_ids: list[int]) -> None:
+        """Write a reserved sequence's blocks past the cached prefix, as a fetch would."""
+        allocated = self.allocated[seq_id]
+        self.executor.write(allocated.block_ids, token_ids, allocated.num_cached_tokens, len(token_ids))
+
+    def _tick(self) -> float:
+        self.now_s += 0.001
+        return self.now_s
+
+    def _record(self, events: list[Event]) -> list[Event]:
+        self.core.check_integrity()
+        for event in events:
+            self._note(event)
+        self.events += events
+        return events
+
+    def _note(self, event: Event) -> None:
+        seq_id = event.seq_id
+        assert seq_id not in self.finished, f"an event after the end of {seq_id}"
+        assert seq_id not in self.failed, f"an event after the failure of {seq_id}"
+        match event:
+            case BlocksAllocated():
+                assert seq_id not in self.allocated
+                assert seq_id not in self.tokens
+                self.allocated[seq_id] = event
+            case PrefillProgressed(num_computed=num_computed):
+                assert seq_id in self.allocated
+                self.progress.setdefault(seq_id, []).append(num_computed)
+            case TokensSampled(tokens=tokens, finish_reason=reason):
+                self.tokens.setdefault(seq_id, []).extend(token.token_id for token in tokens)
+                if reason is not None:
+                    self.finished[seq_id] = reason
+            case SequenceFailed(error=error):
+                self.failed[seq_id] = error

@@ -1,0 +1,129 @@
+"""Reading config.json of every supported family, old and new spelling, and refusing the rest."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import KINDS, SMALL, make_reference
+
+from engine.model import ModelConfig, RopeConfig
+from engine.model.rope import rope_tables
+from protocol.errors import StartupError
+
+OLD_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+
+
+def read(**changes: Any) -> ModelConfig:
+    return ModelConfig.from_hf({**OLD_LLAMA, **changes})
+
+
+def test_an_old_config_gets_the_defaults_of_its_family() -> None:
+    config = read()
+    assert (config.num_kv_heads, config.head_dim) == (4, 16)
+    assert config.rope == RopeConfig(original_max_positions=2048)
+    assert (config.max_position_embeddings, config.max_model_len) == (2048, 2048)
+    assert config.windows == (None,) * 4
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+    assert not config.tie_word_embeddings
+    assert not any((config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm))
+
+
+def test_both_spellings_of_rope_mean_the_same() -> None:
+    scaling = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+    original = {"original_max_position_embeddings": 8192}
+    old = read(
+        rope_theta=500000,
+        rope_scaling={"rope_type": "llama3", **scaling, **original},
+        max_position_embeddings=131072,
+    )
+    new = read(
+        rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, **scaling, **original},
+        max_position_embeddings=131072,
+    )
+    assert old == new
+    assert old.rope.theta == 500000.0
+    assert old.max_model_len == 131072
+
+
+@pytest.mark.parametrize(
+    ("scaling", "max_model_len"),
+    [
+        ({"type": "linear", "factor": 4.0}, 8192),
+        ({"type": "dynamic", "factor": 2.0}, 4096),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
+        ({"type": "yarn", "factor": 4.0}, 8192),
+    ],
+)
+def test_scaled_rope_stretches_the_longest_sequence(scaling: dict[str, Any], max_model_len: int) -> None:
+    assert read(rope_scaling=scaling).max_model_len == max_model_len
+
+
+def test_several_end_tokens_are_kept_in_order() -> None:
+    assert read(eos_token_id=[128001, 128009]).eos_token_ids == (128001, 128009)
+    assert read(architectures=["Qwen2ForCausalLM"], eos_token_id=None).eos_token_ids == ()
+
+
+def test_qwen2_slides_only_where_told() -> None:
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 50, "max_window_layers": 3}
+    assert read(**qwen).windows == (None,) * 4
+    assert read(**qwen, use_sliding_window=True).windows == (None, None, None, 50)
+    layer_types = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
+    assert read(**qwen, use_sliding_window=True, layer_types=layer_types).windows == (None, 50, None, None)
+
+
+def test_mistral_slides_in_all_layers_unless_null() -> None:
+    mistral = {"architectures": ["MistralForCausalLM"]}
+    assert read(**mistral).windows == (4096,) * 4
+    assert read(**mistral, sliding_window=None).windows == (None,) * 4
+
+
+def test_qwen3_heads_are_not_a_share_of_the_hidden_size() -> None:
+    config = read(architectures=["Qwen3ForCausalLM"])
+    assert config.head_dim == 128
+    assert config.qk_norm
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported are LlamaForCausalLM"),
+        ({"architectures": None}, "none named"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope.*llama3"),
+        ({"partial_rotary_factor": 0.5}, "a part of each head"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"hidden_size": None}, "lacks 'hidden_size'"),
+        ({"vocab_size": "many"}, "no int"),
+        ({"num_key_value_heads": 3}, "cannot share"),
+        ({"rope_scaling": "linear"}, "must be an object"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_with_a_reason(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        read(**changes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rope_tables_equal_those_of_transformers(kind: str) -> None:
+    """For dynamic rope within the pre-trained length only; what lies beyond has its own test."""
+    reference = make_reference(kind)
+    config = ModelConfig.from_hf(
+        {**json.loads(reference.config.to_json_string()), "architectures": [type(reference).__name__]}
+    )
+    positions = torch.arange(SMALL["max_position_embeddings"])
+    cos, sin = reference.model.rotary_emb(torch.empty(0), positions[None])
+    own_cos, own_sin = rope_tables(config.rope, config.head_dim, len(positions), torch.float32)
+    half = config.head_dim // 2
+    torch.testing.assert_close(own_cos, cos[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(own_sin[:, half:], sin[0, :, half:], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(own_sin[:, :half], -sin[0, :, :half], rtol=1e-6, atol=1e-6)

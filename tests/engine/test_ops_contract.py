@@ -1,0 +1,182 @@
+"""What every implementation of the ops must do, checked against plain formulas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from engine.ops import BatchLayout, Ops, TorchOps
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+IMPLEMENTATIONS: dict[str, Callable[[torch.dtype], Ops]] = {"torch": lambda dtype: TorchOps(CPU, dtype)}
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return IMPLEMENTATIONS[request.param](torch.float32)
+
+
+def padded(rows: int, ops: Ops) -> int:
+    return -(-rows // ops.row_multiple) * ops.row_multiple
+
+
+def make_layout(parts: list[tuple[int, int]], seed: int = 0) -> BatchLayout:
+    """`parts`: (context length, queries) of each sequence; blocks are scattered."""
+    blocks_of = [-(-context // BLOCK_SIZE) for context, _ in parts]
+    order = np.random.default_rng(seed).permutation(sum(blocks_of)) + 1
+    tables = np.zeros((len(parts), max(blocks_of)), dtype=np.int32)
+    positions, slots, used = [], [], 0
+    for row, ((context, queries), num_blocks) in enumerate(zip(parts, blocks_of, strict=True)):
+        tables[row, :num_blocks] = order[used : used + num_blocks]
+        used += num_blocks
+        own = np.arange(context - queries, context)
+        positions.append(own)
+        slots.append(tables[row, own // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + own % BLOCK_SIZE)
+    starts = np.cumsum([0, *(queries for _, queries in parts)], dtype=np.int32)
+    contexts = np.array([context for context, _ in parts], dtype=np.int32)
+    return BatchLayout(starts, contexts, tables, np.concatenate(positions), np.concatenate(slots))
+
+
+def make_cache(num_kv_heads: int, head_dim: int, num_blocks: int = 200) -> torch.Tensor:
+    return torch.randn(num_blocks, 3, 2, num_kv_heads, BLOCK_SIZE, head_dim)
+
+
+def naive_attention(
+    layout: BatchLayout, cache: torch.Tensor, layer: int, queries: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """One sequence, head and query at a time, in float64."""
+    output = torch.zeros_like(queries)
+    group = queries.shape[1] // cache.shape[3]
+    for i, context in enumerate(layout.context_lens.tolist()):
+        first, stop = layout.query_starts[i], layout.query_starts[i + 1]
+        blocks = cache[layout.block_tables[i].tolist(), layer].double()  # [blocks, 2, kv_heads, size, dim]
+        keys, values = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        for row in range(first, stop):
+            position = context - stop + row
+            seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
+            for head in range(queries.shape[1]):
+                scores = keys[head // group, seen] @ queries[row, head].double()
+                weights = torch.softmax(scores / math.sqrt(queries.shape[2]), -1)
+                output[row, head] = (weights @ values[head // group, seen]).float()
+    return output
+
+
+MIXES = {
+    "one token": [(1, 1)],
+    "decodes of all lengths": [(1, 1), (16, 1), (17, 1), (128, 1), (129, 1), (257, 1), (500, 1)],
+    "a whole prompt": [(150, 150)],
+    "a long prompt": [(300, 300)],
+    "chunks": [(33, 7), (130, 2), (200, 131), (64, 64)],
+    "decodes and prefills": [(40, 1), (300, 1), (70, 70), (260, 30)],
+}
+
+
+@pytest.mark.parametrize("heads", [(9, 3, 64), (4, 4, 16), (8, 1, 24)], ids=str)
+@pytest.mark.parametrize("window", [None, 1, 21, 128, 200])
+@pytest.mark.parametrize("mix", MIXES)
+def test_attention_sees_exactly_the_causal_window(
+    ops: Ops, mix: str, window: int | None, heads: tuple[int, int, int]
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    layout, cache = make_layout(MIXES[mix]), make_cache(num_kv_heads, head_dim)
+    queries = torch.randn(layout.num_rows, num_heads, head_dim)
+    actual = ops.attention(layout, cache).attend(1, queries, window)
+    torch.testing.assert_close(
+        actual, naive_attention(layout, cache, 1, queries, window), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_one_step_attends_with_several_windows(ops: Ops) -> None:
+    layout, cache = make_layout(MIXES["decodes and prefills"]), make_cache(3, 16)
+    queries = torch.randn(layout.num_rows, 6, 16)
+    attention = ops.attention(layout, cache)
+    for layer, window in ((0, None), (1, 21), (2, None)):
+        expected = naive_attention(layout, cache, layer, queries, window)
+        torch.testing.assert_close(attention.attend(layer, queries, window), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_write_touches_the_slots_of_its_layer_only(ops: Ops) -> None:
+    layout, cache = make_layout([(40, 5), (17, 17)]), make_cache(3, 16)
+    before = cache.clone()
+    keys, values = torch.randn(2, layout.num_rows, 3, 16)
+    ops.attention(layout, cache).write(1, keys, values)
+    expected = before
+    for row, slot in enumerate(layout.slots):
+        block, offset = divmod(int(slot), BLOCK_SIZE)
+        expected[block, 1, 0, :, offset] = keys[row]
+        expected[block, 1, 1, :, offset] = values[row]
+    assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize("sizes", [(576, 960), (1536, 576), (64, 96), (33, 47)], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear_rows_do_not_depend_on_their_number(
+    ops: Ops, sizes: tuple[int, int], has_bias: bool
+) -> None:
+    weight = torch.randn(sizes[1], sizes[0]) * 0.05
+    bias = torch.randn(sizes[1]) if has_bias else None
+    packed = ops.pack(weight, bias)
+    x = torch.randn(padded(300, ops), sizes[0])
+    whole = ops.linear(x, packed)
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    torch.testing.assert_close(whole, exact.float(), rtol=1e-4, atol=1e-5)
+    for rows in {padded(rows, ops) for rows in (1, 2, 3, 5, 8, 13, 33, 64, 100, 129)}:
+        assert torch.equal(ops.linear(x[:rows], packed), whole[:rows])
+
+
+def test_logits_are_float32_whatever_the_model_is(ops: Ops) -> None:
+    weight = torch.randn(500, 64)
+    for dtype in (torch.float32, torch.bfloat16):
+        made = type(ops)(CPU, dtype) if isinstance(ops, TorchOps) else ops
+        head = made.pack_head(weight.to(dtype))
+        x = torch.randn(padded(4, made), 64).to(dtype)
+        logits = made.logits(x, head)
+        assert logits.dtype is torch.float32
+        torch.testing.assert_close(logits, x.float() @ weight.to(dtype).float().T, rtol=1e-4, atol=1e-4)
+
+
+def test_norm_and_residual_are_one_step(ops: Ops) -> None:
+    x, residual, weight = torch.randn(7, 96), torch.randn(7, 96), torch.rand(96)
+    total = x + residual
+    expected = weight * total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-5)
+    torch.testing.assert_close(ops.rms_norm(total.clone(), weight, 1e-5), expected)
+    normalised, summed = ops.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    torch.testing.assert_close(normalised, expected)
+    assert torch.equal(summed, total)
+
+
+def test_rope_rotates_halves_against_each_other(ops: Ops) -> None:
+    x, angles = torch.randn(5, 3, 16), torch.randn(5, 8)
+    cos = torch.cat([angles.cos()] * 2, -1)
+    sin = torch.cat([-angles.sin(), angles.sin()], -1)
+    first, second = x[..., :8], x[..., 8:]
+    c, s = angles.cos()[:, None], angles.sin()[:, None]
+    expected = torch.cat([first * c - second * s, second * c + first * s], -1)
+    torch.testing.assert_close(ops.rope(x.clone(), cos, sin), expected)
+
+
+def test_silu_mul_gates_the_second_half(ops: Ops) -> None:
+    x = torch.randn(5, 64)
+    expected = torch.nn.functional.silu(x[:, :32]) * x[:, 32:]
+    torch.testing.assert_close(ops.silu_mul(x.clone()), expected)
+
+
+def test_attention_refuses_blocks_that_do_not_fit_its_tiles(ops: Ops) -> None:
+    layout = make_layout([(20, 1)])
+    with pytest.raises(ValueError, match="block size"):
+        ops.attention(layout, torch.zeros(4, 1, 2, 1, 48, 16))
