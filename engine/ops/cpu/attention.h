@@ -90,6 +90,18 @@ inline void pack_values(const bf16* const* rows, const bf16* const* next, int64_
 inline void store_left(float* p, Floats v) { store(p, v); }
 inline void store_left(uint32_t* p, Floats v) { store(reinterpret_cast<bf16*>(p), v); }
 
+// Hands out a thread's scratch piece by piece; with a null base it only adds up what is needed.
+struct Carver {
+  char* base;
+  int64_t used = 0;
+  template <class T>
+  T* take(int64_t count) {
+    T* piece = reinterpret_cast<T*>(base + used);
+    used += ceil_div(count * int64_t(sizeof(T)), 64) * 64;
+    return piece;
+  }
+};
+
 template <class T>
 struct Attending {
   typedef typename OperandOf<T>::type Op;

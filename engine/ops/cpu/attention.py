@@ -7,7 +7,6 @@ import torch
 
 from engine.ops.cpu.library import Library
 from engine.ops.port import BatchLayout
-from protocol.errors import StartupError
 
 MAX_HEAD_DIM = 256
 
@@ -17,10 +16,6 @@ class CpuAttention:
 
     def __init__(self, library: Library, dtype: int, layout: BatchLayout, kv_blocks: torch.Tensor) -> None:
         _, _, _, self._num_kv_heads, self._block_size, self._head_dim = kv_blocks.shape
-        if self._head_dim % 16 or self._head_dim > MAX_HEAD_DIM:
-            raise StartupError(
-                f"the C++ ops take head sizes that are multiples of 16 up to {MAX_HEAD_DIM}, not {self._head_dim}"
-            )
         self._library = library
         self._dtype = dtype
         self._kv_blocks = kv_blocks

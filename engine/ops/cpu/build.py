@@ -7,23 +7,27 @@ shared by different CPUs, versions or processes never gives one what another bui
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.ops.cpu.instruction_sets import InstructionSet
 from protocol.errors import StartupError
 
+log = logging.getLogger(__name__)
+
 SOURCE_DIR = Path(__file__).parent
 COMPILERS = ("g++", "clang++", "c++")
 BUILD_TIMEOUT_S = 300.0
 FLAGS = (
-    "-std=c++17 -O3 -fPIC -shared -pthread -fvisibility=hidden -Wno-psabi "
+    *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wno-psabi"),
     # Multiply-adds only where the source says so: every variant of a kernel rounds alike.
-    "-ffp-contract=off -fno-math-errno -fno-trapping-math"
-).split()
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+)
 
 
 def find_compiler() -> Path | None:
@@ -32,8 +36,18 @@ def find_compiler() -> Path | None:
     return next((Path(path) for path in found if path), None)
 
 
-def build(
-    instruction_set: InstructionSet, cache_dir: Path, compiler: Path, extra_flags: tuple[str, ...] = ()
+def build(candidates: Sequence[InstructionSet], cache_dir: Path, compiler: Path) -> Path:
+    """The library for the first candidate that the compiler knows. Raises `StartupError` for none."""
+    for candidate in candidates[:-1]:
+        try:
+            return build_for(candidate, cache_dir, compiler)
+        except StartupError as error:
+            log.info("trying the next instruction set: %s", error)
+    return build_for(candidates[-1], cache_dir, compiler)
+
+
+def build_for(
+    instruction_set: InstructionSet, cache_dir: Path, compiler: Path, extra_flags: Sequence[str] = ()
 ) -> Path:
     """The library for `instruction_set`, compiled unless the cache has it. Raises `StartupError`.
 
@@ -70,6 +84,8 @@ def _run(compiler: Path, *arguments: str) -> str:
     except subprocess.CalledProcessError as error:
         first = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip())
         raise StartupError(f"{compiler.name} cannot compile the CPU ops: {first}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired as error:
+        raise StartupError(f"{compiler.name} took more than {BUILD_TIMEOUT_S:.0f} s") from error
+    except OSError as error:
         raise StartupError(f"the C++ compiler does not run: {error}") from error
     return done.stdout

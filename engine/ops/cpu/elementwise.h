@@ -1,4 +1,4 @@
-// What happens to rows between the products: norms, rotation, activation, and the write into the cache.
+// What happens to rows between the products: norms, rotation, and the write into the cache.
 #pragma once
 #include <cmath>
 
@@ -19,12 +19,6 @@ struct RopeArgs {
   void* x;  // [rows, heads, head_dim], in place
   const void *cos, *sin;  // [rows, head_dim]; the first half of sin is negated
   int64_t num_rows, num_heads, head_dim, x_stride, x_head_stride, cos_stride;
-};
-
-struct SiluArgs {
-  const void* gate_up;  // [rows, 2 * width]
-  void* out;            // [rows, width]
-  int64_t num_rows, width, gate_up_stride, out_stride;
 };
 
 struct WriteArgs {
@@ -92,18 +86,6 @@ void rope(Pool& pool, const RopeArgs& a) {
         store_first(x + i, fmadd(high, at(sin), low * at(cos)), left);
         store_first(x + half + i, fmadd(low, at(sin + half), high * at(cos + half)), left);
       }
-    }
-  });
-}
-
-template <class T>
-void silu_mul(Pool& pool, const SiluArgs& a) {
-  for_rows(pool, a.num_rows, 2 * a.width, [&](int64_t row) {
-    const T* gate = static_cast<const T*>(a.gate_up) + row * a.gate_up_stride;
-    T* out = static_cast<T*>(a.out) + row * a.out_stride;
-    for (int64_t i = 0; i < a.width; i += LANES) {
-      Floats activated = as_stored<T>(silu(load_first(gate + i, a.width - i)));
-      store_first(out + i, activated * load_first(gate + a.width + i, a.width - i), a.width - i);
     }
   });
 }

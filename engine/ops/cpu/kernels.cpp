@@ -30,5 +30,4 @@ EXPORT void splitserve_linear(Pool* pool, int32_t dtype, const LinearArgs* a) { 
 EXPORT void splitserve_attention(Pool* pool, int32_t dtype, const AttentionArgs* a) { BY_DTYPE(attention, *pool, *a); }
 EXPORT void splitserve_rms_norm(Pool* pool, int32_t dtype, const NormArgs* a) { BY_DTYPE(rms_norm, *pool, *a); }
 EXPORT void splitserve_rope(Pool* pool, int32_t dtype, const RopeArgs* a) { BY_DTYPE(rope, *pool, *a); }
-EXPORT void splitserve_silu_mul(Pool* pool, int32_t dtype, const SiluArgs* a) { BY_DTYPE(silu_mul, *pool, *a); }
 EXPORT void splitserve_write_kv(Pool* pool, int32_t dtype, const WriteArgs* a) { BY_DTYPE(write_kv, *pool, *a); }

@@ -23,9 +23,8 @@ class Epilogue(IntEnum):
     """What a linear does with its sums, as `linear.h` numbers it."""
 
     STORE = 0
-    ADD = 1
-    GATE = 2
-    FLOAT32 = 3
+    GATE = 1
+    FLOAT32 = 2
 
 
 class Library:
@@ -39,11 +38,10 @@ class Library:
         self._arguments = ctypes.create_string_buffer(_ARGS_BYTES)
         self._pool = self._create_pool(num_threads)
         self.panel_columns: int = self._functions.splitserve_panel_columns()
-        self.linear = self._call("linear", "@5P6qi")
+        self.linear = self._call("linear", "@4P5qi")
         self.attention = self._call("attention", "@7P6q6if")
         self.rms_norm = self._call("rms_norm", "@4P8qf")
         self.rope = self._call("rope", "@3P6q")
-        self.silu_mul = self._call("silu_mul", "@2P4q")
         self.write_kv = self._call("write_kv", "@5P9q")
         self.pack = self._call("pack", "@2P3qP")
 

@@ -7,18 +7,16 @@ namespace splitserve {
 
 enum class Epilogue : int32_t {
   STORE = 0,    // y = x @ w^T
-  ADD = 1,      // y = residual + x @ w^T
-  GATE = 2,     // y = silu(x @ gate^T) * (x @ up^T); a panel holds LANES columns of each
-  FLOAT32 = 3,  // as STORE, unrounded, into float32
+  GATE = 1,     // y = silu(x @ gate^T) * (x @ up^T); a panel holds LANES columns of each
+  FLOAT32 = 2,  // as STORE, unrounded, into float32
 };
 
 // Mirrored by ctypes. Strides in elements; n is the number of output columns. bias is float32 in panel order, or null.
 struct LinearArgs {
   const void *x, *panels;
   const float* bias;
-  const void* residual;
   void* y;
-  int64_t num_rows, n, k, x_stride, residual_stride, y_stride;
+  int64_t num_rows, n, k, x_stride, y_stride;
   Epilogue epilogue;
 };
 
@@ -73,7 +71,7 @@ const Left* stage_rows(const T* x, int64_t x_stride, int64_t rows, int64_t k, Le
       memcpy(staged + i * *left_stride, x + i * x_stride, k * sizeof(T));
     }
   } else {
-    *left_stride = ceil_div(k, LANES) * LANES + 16;
+    *left_stride = ceil_div(k, LANES) * LANES + 16;  // rows a power of two apart would share few cache sets
     for (int64_t i = 0; i < rows; i++)
       for (int64_t j = 0; j < k; j += LANES)
         store(staged + i * *left_stride + j, load_first(x + i * x_stride + j, k - j));
@@ -101,12 +99,7 @@ void finish(const LinearArgs& a, const float* sums, int64_t first, int rows, int
         continue;
       }
       value = as_stored<T>(value);
-      if (a.epilogue == Epilogue::GATE) {
-        value = as_stored<T>(silu(value)) * as_stored<T>(biased(++j));
-      } else if (a.epilogue == Epilogue::ADD) {
-        const T* residual = static_cast<const T*>(a.residual) + (first + i) * a.residual_stride;
-        value += load_first(residual + column, left);
-      }
+      if (a.epilogue == Epilogue::GATE) value = as_stored<T>(silu(value)) * as_stored<T>(biased(++j));
       store_first(y + column, value, left);
     }
   }
@@ -125,18 +118,11 @@ void linear(Pool& pool, const LinearArgs& a) {
   int64_t run = larger<int64_t>(smaller(ceil_div(num_panels, 4 * pool.num_threads()), 384 / block_rows), 1);
   int64_t num_runs = ceil_div(num_panels, run);
 
-  Left* staged;
-  float* sums;
-  auto carve = [&](Carver c, Left** staged, float** sums) {
-    *staged = c.take<Left>(block_rows * (a.k + LANES + 16));
-    *sums = c.take<float>(MAX_ROWS * 4 * PANEL);
-    return c.used;
-  };
-  int64_t scratch_bytes = carve({nullptr}, &staged, &sums);
-  pool.run(num_blocks * num_runs, scratch_bytes, [&](Pool::Units& units, char* scratch) {
-    Left* staged;
-    float* sums;
-    carve({scratch}, &staged, &sums);
+  int64_t sums_bytes = MAX_ROWS * 4 * PANEL * sizeof(float);
+  int64_t staged_bytes = block_rows * (a.k + LANES + 16) * sizeof(Left);
+  pool.run(num_blocks * num_runs, sums_bytes + staged_bytes, [&](Pool::Units& units, char* scratch) {
+    float* sums = reinterpret_cast<float*>(scratch);
+    Left* staged = reinterpret_cast<Left*>(scratch + sums_bytes);
     const Left* left = nullptr;
     int64_t left_stride = 0, staged_block = -1;
     for (int64_t unit; units.take(&unit);) {

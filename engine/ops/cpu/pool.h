@@ -130,16 +130,4 @@ class Pool {
   alignas(64) std::atomic<int> num_busy_{0};
 };
 
-// Hands out a thread's scratch piece by piece; with a null base it only adds up what is needed.
-struct Carver {
-  char* base;
-  int64_t used = 0;
-  template <class T>
-  T* take(int64_t count) {
-    T* piece = reinterpret_cast<T*>(base + used);
-    used += ceil_div(count * int64_t(sizeof(T)), 64) * 64;
-    return piece;
-  }
-};
-
 }  // namespace splitserve
