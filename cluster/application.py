@@ -13,10 +13,11 @@ from ray.serve.schema import DeploymentStatusOverview
 
 from cluster.config import ClusterConfig, PoolConfig, load_config
 from cluster.environment import read_environment
+from cluster.serve_failures import explain_failure
 from cluster.serve_replica import build_decode_worker, build_prefill_worker, build_router
 from decode_worker.deployment import DecodeWorkerReplica
 from prefill_worker.deployment import PrefillWorkerReplica
-from protocol.errors import StartupError, error_classes
+from protocol.errors import StartupError
 from router.deployment import RouterReplica
 from router.http_server import Listen
 
@@ -120,16 +121,6 @@ def explain_failures(seen: Deployments) -> str | None:
         if problem and (failed_for_good or StartupError.__name__ in deployment.message):
             return f"{name} cannot start: {problem}"
     return None
-
-
-def explain_failure(message: str) -> str:
-    """What the exception at the end of Serve's report says, without the traceback before it."""
-    text = message.strip()
-    for kind in error_classes():
-        _, separator, explanation = text.rpartition(f"protocol.errors.{kind}: ")
-        if separator:
-            return explanation.strip()
-    return text.splitlines()[-1] if text else ""
 
 
 def _router_class(config: ClusterConfig) -> tuple[type, Listen | None]:

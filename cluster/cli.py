@@ -120,16 +120,31 @@ def status(
         raise typer.Exit(1)
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-)
-def verify(context: typer.Context) -> None:
-    """Check that prefill + decode give the tokens of one engine and of transformers."""
-    from cluster.verify import verify_command  # imports torch
+@app.command()
+def verify(
+    *,
+    model: Annotated[
+        str | None, typer.Argument(help="Model folder, .gguf file, hub id, or 'demo' (default: demo).")
+    ] = None,
+    config: Config = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16 (default: auto).")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of each.")] = 48,
+    url: Annotated[
+        str | None, typer.Option(help="Running server to verify, such as http://127.0.0.1:8000.")
+    ] = None,
+    reference: Annotated[bool, typer.Option(help="Compare with transformers as well.")] = True,
+    set_: Set = None,
+) -> None:
+    """Check that prefill + decode give the tokens of one engine and of transformers. Exit code 1 if not."""
+    settings = read_config(config, {"model": model, "dtype": dtype}, set_)
+    from rich.console import Console
 
-    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    command.command()(verify_command)
-    command(args=context.args, prog_name="splitserve verify")
+    from cluster.verify import VerifyOptions, verify
+
+    options = VerifyOptions(prompts, max_tokens, url, reference)
+    if not verify(settings, options, Console()):
+        raise typer.Exit(1)
 
 
 def read_config(

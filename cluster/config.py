@@ -99,7 +99,8 @@ class ClusterConfig(_Section):
     served_model_name: str | None = None
     """What clients call it; null: 'demo', or the last part of `model`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    block_size: int = Field(default=16, ge=1, le=1024)
+    block_size: Literal[8, 16, 32, 64, 128] = 16
+    """Tokens per KV block."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt + output; null: what the model was trained for."""
     enable_prefix_caching: bool = True

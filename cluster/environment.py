@@ -26,7 +26,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
 
 
 def local_ray_variables(ray_token: str) -> dict[str, str]:
-    """What Ray must find when it is imported, in the process that starts a local cluster and below.
+    """What Ray and UCX must find when a local cluster starts, in the process that starts it and below.
 
     `ray_token` keeps the other users of this machine out of the cluster.
     """
@@ -38,6 +38,14 @@ def local_ray_variables(ray_token: str) -> dict[str, str]:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
+        # Otherwise connecting waits until Ray has started one idle worker per core.
+        "RAY_prestart_worker_first_driver": "0",
+        # A local GCS never comes back: what is left after a kill -9 shall not wait a minute for it.
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
+        # Ray starts its workers 15 nice levels down: next to anything else they would starve.
+        "RAY_worker_niceness": "0",
+        # NIXL's UCX would listen on all of the machine's networks; peers of the same machine need none.
+        "UCX_NET_DEVICES": "lo",
     }
 
 

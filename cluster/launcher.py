@@ -83,7 +83,11 @@ def start_local(config: RayConfig, num_cpus: float, resources: dict[str, float])
     `environment.local_ray_variables` must have been exported before `ray` was imported. The calling
     thread must outlive the cluster: Linux ends the daemons with the thread that started them.
     """
-    node = _start_node(config, num_cpus, resources)
+    try:
+        node = _start_node(config, num_cpus, resources)
+    except StartupError:  # Ray gives its raylet 30 s, which a busy machine may exceed
+        end_processes(descendants(), grace_s=0.0)
+        node = _start_node(config, num_cpus, resources)
     ray.init(address=node.gcs_address, log_to_driver=False, configure_logging=False)
     return LocalCluster(node.gcs_address, node)
 

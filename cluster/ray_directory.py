@@ -9,17 +9,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
+from cluster.background import Background
 from cluster.directory import DirectoryState
 from protocol.errors import WorkerUnavailable
 from protocol.ids import WorkerIdentity
 from protocol.membership import WorkerRecord
 
 NAMESPACE = "splitserve"
+LOOKUP_POLL_S = 0.02
 _NAME = "directory"
 
 
@@ -67,13 +70,21 @@ class RayDirectory:
     next call then looks the actor up again, or makes a new one. Picklable; holds no connection.
     """
 
-    def __init__(self, namespace: str = NAMESPACE, timeout_s: float = 2.0) -> None:
+    def __init__(
+        self,
+        namespace: str = NAMESPACE,
+        timeout_s: float = 2.0,
+        find_actor: Callable[[str], Any] = create_directory,
+    ) -> None:
+        """`find_actor` gets the namespace and may block."""
         self._namespace = namespace
         self._timeout_s = timeout_s
+        self._find_actor = find_actor
+        self._lookup: Background[Any] | None = None
         self._actor: Any = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        return RayDirectory, (self._namespace, self._timeout_s)
+        return RayDirectory, (self._namespace, self._timeout_s, self._find_actor)
 
     async def announce(self, record: WorkerRecord) -> None:
         await self._call(lambda actor: actor.announce.remote(record))
@@ -89,8 +100,21 @@ class RayDirectory:
         try:
             async with asyncio.timeout(self._timeout_s):
                 if self._actor is None:
-                    self._actor = await asyncio.to_thread(create_directory, self._namespace)
+                    self._actor = await self._find()
                 return await call(self._actor)
         except (RayError, TimeoutError) as error:
             self._actor = None
             raise WorkerUnavailable(f"the directory did not answer: {type(error).__name__}") from error
+
+    async def _find(self) -> Any:
+        """The actor. One look-up at a time: while Ray's GCS is away it hangs, and keeps its thread.
+
+        That is none of the event loop's own threads: they are few, and others would wait for them.
+        """
+        if self._lookup is None:
+            self._lookup = Background("directory lookup", partial(self._find_actor, self._namespace))
+        lookup = self._lookup
+        while lookup.is_running:  # noqa: ASYNC110  # a thread tells no event loop of its end
+            await asyncio.sleep(LOOKUP_POLL_S)
+        self._lookup = None
+        return lookup.result()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cluster.background import Background
 from cluster.config import ClusterConfig
-from cluster.processes import descendants, end_processes
+from cluster.processes import adopt_orphans, descendants, end_processes
 from cluster.serve_port import with_free_port
 from cluster.serve_progress import Report
 from cluster.serve_run import FAREWELL_S, ClusterRun
@@ -20,22 +20,25 @@ if TYPE_CHECKING:
 FORCED_EXIT_CODE = 130
 TAKE_DOWN_S = FAREWELL_S + 5.0
 NAP_S = 0.1
+MAX_SWEEPS = 6
 
 
 def serve_cluster(config: ClusterConfig, report: Report, builders: Builders | None = None) -> None:
-    """Run a cluster until Ctrl-C or SIGTERM. Must run on the main thread.
+    """Run a cluster until Ctrl-C or SIGTERM, then end this process. Must run on the main thread.
 
     Raises `StartupError` when it cannot be brought up, `WorkerUnavailable` when it is lost later.
     """
     config = with_free_port(config)
     signals = StopSignals()
     signals.install()
+    adopt_orphans()
     report.headline(config)
     run = ClusterRun(config, report, builders)
     thread = Background("cluster", run.run)
     _wait(thread, signals, num_signals=1)
     if signals.count:
         report.step("stopping")
+        _mute_stderr()
         run.stop()
         _take_down(run, thread, signals)
         report.step("stopped")
@@ -44,13 +47,18 @@ def serve_cluster(config: ClusterConfig, report: Report, builders: Builders | No
     _finish(thread, forced=signals.count > 1)
 
 
+def _mute_stderr() -> None:
+    """Ray's C++ code complains there about everything that ends now, and nobody can help it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
 def _take_down(run: ClusterRun, thread: Background[None], signals: StopSignals) -> None:
     """Politely where there is somebody to be polite to; a second signal ends all courtesy."""
     if run.is_up or not run.is_local:
         _wait(thread, signals, num_signals=2, timeout_s=TAKE_DOWN_S)
-    for _ in range(3):  # one that is being started while we look is caught by the next look
+    for _ in range(MAX_SWEEPS):  # what is being started while we look is caught by the next look
         end_processes(descendants(), grace_s=0.0)
-        if thread.wait(1.0):
+        if thread.wait(0.5) and not descendants():
             break
 
 
@@ -59,14 +67,15 @@ def _wait(
 ) -> None:
     num_naps = 0
     while signals.count < num_signals and not thread.wait(NAP_S):
+        signals.install()  # Ray's C++ code takes SIGTERM for itself some time while it connects
         num_naps += 1
         if timeout_s is not None and num_naps * NAP_S > timeout_s:
             return
 
 
 def _finish(thread: Background[None], *, forced: bool) -> None:
-    """Return normally when the run did; leave at once when its thread hangs over a dead Ray."""
-    if thread.is_running or forced:
-        sys.stdout.flush()
-        os._exit(FORCED_EXIT_CODE if forced else 0)
-    thread.raise_if_failed()
+    """Raise what the run raised; after a stop, leave without waiting for threads over a dead Ray."""
+    if not thread.is_running and not forced:
+        thread.raise_if_failed()
+    sys.stdout.flush()
+    os._exit(FORCED_EXIT_CODE if forced else 0)

@@ -7,7 +7,9 @@ application with the configuration and the cluster token, and run in the replica
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cluster.config import ClusterConfig
@@ -23,9 +25,10 @@ def build_prefill_worker(config: ClusterConfig, token: str, replica_name: str) -
     from cluster.ray_directory import RayDirectory
 
     keep_serve_on_loopback(config)
-    return compose.build_prefill_worker(
-        config, token=token, directory=RayDirectory(), replica_name=replica_name
-    )
+    with collecting_no_garbage():
+        return compose.build_prefill_worker(
+            config, token=token, directory=RayDirectory(), replica_name=replica_name
+        )
 
 
 def build_decode_worker(config: ClusterConfig, token: str, replica_name: str) -> DecodeWorker:
@@ -33,9 +36,10 @@ def build_decode_worker(config: ClusterConfig, token: str, replica_name: str) ->
     from cluster.ray_directory import RayDirectory
 
     keep_serve_on_loopback(config)
-    return compose.build_decode_worker(
-        config, token=token, directory=RayDirectory(), replica_name=replica_name
-    )
+    with collecting_no_garbage():
+        return compose.build_decode_worker(
+            config, token=token, directory=RayDirectory(), replica_name=replica_name
+        )
 
 
 def build_router(config: ClusterConfig, token: str) -> Router:
@@ -43,7 +47,23 @@ def build_router(config: ClusterConfig, token: str) -> Router:
     from cluster.ray_directory import RayDirectory
 
     keep_serve_on_loopback(config)
-    return compose.build_router(config, token=token, directory=RayDirectory())
+    with collecting_no_garbage():
+        return compose.build_router(config, token=token, directory=RayDirectory())
+
+
+@contextmanager
+def collecting_no_garbage() -> Iterator[None]:
+    """Imports and loading make a hundred thousand objects that live as long as the process.
+
+    Looking for garbage among them costs a tenth of the start, and milliseconds of every later full
+    collection, in the middle of a step. So it is not done, and what is there at the end is left out.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def keep_serve_on_loopback(config: ClusterConfig) -> None:

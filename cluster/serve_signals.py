@@ -16,7 +16,7 @@ class StopSignals:
         self.count = 0
 
     def install(self) -> None:
-        """Take the signals, for the rest of the process's life."""
+        """Take the signals. Idempotent; called again and again, since others take them too."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._handle)
 

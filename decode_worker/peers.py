@@ -106,10 +106,18 @@ class Peer:
         check_compatible(self._fingerprint, hello.fingerprint)
 
     async def _disconnect(self) -> None:
+        """Raises `TransferFailed`; the agent counts as gone whether or not that worked."""
         agent, self._agent = self._agent, None
         self._is_stale = False
-        if agent is not None:
-            await self._reader.disconnect(agent)
+        if agent is None:
+            return
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                await self._reader.disconnect(agent)
+        except TimeoutError as error:
+            raise TransferFailed(
+                f"the transport did not let go of {agent} in {self._connect_timeout_s:g} s"
+            ) from error
 
 
 class Peers:

@@ -28,8 +28,9 @@ class DecodeService(DecodeWorkerServicer):
         # A coroutine that writes, not a generator: only so is its end certain when the call is cut off.
         session = self._open_session()
         try:
-            await run_session(request_iterator, session.on_command, session.outbox, context.write)
+            try:
+                await run_session(request_iterator, session.on_command, session.outbox, context.write)
+            finally:  # before the abort, which waits for a peer that may not read any more
+                self._close_session(session)
         except SplitserveError as error:
             await abort(context, error)
-        finally:
-            self._close_session(session)

@@ -68,11 +68,13 @@ class Canary:
         return is_old and all(num_usable(self._workers, role) for role in Role)
 
     async def _sing(self) -> None:
+        name = f"canary-{uuid.uuid4().hex}"
         request = GenerationRequest(
-            request_id=RequestId(f"canary-{uuid.uuid4().hex}"),
+            request_id=RequestId(name),
             prompt_token_ids=_PROMPT,
             sampling=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
             deadline_s=self._settings.canary_timeout_s,
+            cache_salt=name,  # never cached: what is not moved proves nothing
         )
         try:
             async with aclosing(self._orchestrator.generate(request)) as deltas:

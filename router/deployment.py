@@ -45,6 +45,7 @@ class RouterReplica:
         """Called by Serve every period; three failures in a row and the replica is replaced."""
         if self._server is not None:
             self._server.check_health()
+            self._router.check_health()
 
     async def __del__(self) -> None:
         """Serve's farewell before a graceful end."""

@@ -17,6 +17,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import InvalidRequest, RequestCancelled, SplitserveError, Unauthorized
@@ -32,17 +33,20 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises a 413 as soon as it is known to be too large."""
+    """The whole body. Raises a 413 as soon as it is known to be too large, and `RequestCancelled`."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
     parts: list[bytes] = []
     num_bytes = 0
-    async for part in request.stream():
-        num_bytes += len(part)
-        if num_bytes > max_bytes:
-            raise _too_large(max_bytes)
-        parts.append(part)
+    try:
+        async for part in request.stream():
+            num_bytes += len(part)
+            if num_bytes > max_bytes:
+                raise _too_large(max_bytes)
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise RequestCancelled("the client went away") from error
     return b"".join(parts)
 
 

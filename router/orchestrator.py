@@ -83,7 +83,10 @@ class Orchestrator:
 
     @property
     def last_handoff(self) -> float | None:
-        """When a decode worker last proved by a token that it took KV over; by the clock given."""
+        """When a decode worker last proved by a token that it took KV over; by the clock given.
+
+        A prompt that was recomputed there, or was cached there, proves nothing.
+        """
         return self._last_handoff
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
@@ -127,7 +130,7 @@ class Orchestrator:
             finished = False
             while not finished:
                 delta = await self._within_deadline(run, stream.next())
-                if delta.tokens:
+                if delta.receipt.fetched_bytes:
                     self._last_handoff = self._clock()
                 finished = delta.finish_reason is not None
                 yield delta

@@ -95,6 +95,12 @@ class Router:
         """Unique in the cluster, whatever id the client chose for its own logs."""
         return RequestId(uuid.uuid4().hex)
 
+    def check_health(self) -> None:
+        """Raise `EngineFault` when a part that should run for ever does not."""
+        self.workers.check()
+        if self._singing is None or self._singing.done():
+            raise EngineFault("the router does not watch the service any more")
+
     def unhealthy_because(self) -> str | None:
         """Why no request can succeed now, or None."""
         try:

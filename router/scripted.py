@@ -36,7 +36,7 @@ class ScriptedWorker:
         self._resumed = asyncio.Event()
         self.failures: list[SplitserveError] = []
         """The next submits fail with these."""
-        self.receipt = Receipt()
+        self.receipt = Receipt(fetched_bytes=int(record.role is Role.DECODE))
         self.exposition = ""
         self.is_alive = True
         self.requests: list[GenerationRequest] = []

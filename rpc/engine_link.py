@@ -136,10 +136,15 @@ class EngineLink(Generic[CommandT, EventT]):
             self._loop.call_soon_threadsafe(self._deal, events)
 
     def _deal(self, events: Sequence[EventT]) -> None:
-        for event in events:
-            listener = self._listeners.get(event.seq_id)
-            if listener is not None:
-                listener(event)
+        try:
+            for event in events:
+                listener = self._listeners.get(event.seq_id)
+                if listener is not None:
+                    listener(event)
+        except Exception as error:  # the rest of the batch is lost: those who wait for it must hear of it
+            fault = EngineFault(f"an event was not understood: {type(error).__name__}: {error}")
+            fault.__cause__ = error
+            self._health.report(fault)
 
     async def watch(self) -> None:
         """Report the engine's fault or death. Runs until then or until cancelled."""

@@ -24,6 +24,8 @@ FrameT = TypeVar("FrameT")
 HEARTBEAT_S = 1.0
 MAX_PENDING_EVENTS = 50_000
 """Some 10 MB of tokens: no healthy router is this far behind."""
+WRITE_TIMEOUT_S = 10.0
+"""A write waits for the peer to read. One that takes no frame for so long holds back what grows here."""
 
 
 class FrameOutbox(Generic[FrameT]):
@@ -102,17 +104,25 @@ async def run_session(
 ) -> None:
     """Serve one stream until the peer ends it or the outbox is closed. Cancellation is an end, too.
 
-    Raises the error that the outbox was closed with.
+    Raises the error that the outbox was closed with, or `WorkerUnavailable` when the peer does not read.
     """
     reader = asyncio.create_task(_read(commands, on_command, outbox))
     try:
         while (frame := await outbox.next_frame()) is not None:
-            await write(frame)
+            await _write(frame, write)
     finally:
         reader.cancel()
         await asyncio.wait([reader])
     if not reader.cancelled():
         reader.result()
+
+
+async def _write(frame: FrameT, write: Callable[[FrameT], Awaitable[None]]) -> None:
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await write(frame)
+    except TimeoutError as error:
+        raise WorkerUnavailable(f"the peer took no frame for {WRITE_TIMEOUT_S:g} s") from error
 
 
 async def _read(

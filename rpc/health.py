@@ -30,7 +30,7 @@ class Health:
         if self._fault is not None:
             return
         self._fault = fault
-        _log.error("this worker is unfit: %s", fault)
+        _log.error("this worker is unfit: %s", fault, exc_info=fault.__cause__)
         for listener in self._listeners:
             listener(fault)
 

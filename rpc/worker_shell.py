@@ -1,7 +1,8 @@
 """What is a worker beside its role? An engine, a server, an entry in the directory, and a bounded end.
 
 start: engine ──> server ──> announced            (stopped again when a step fails)
-stop:  withdrawn ──> the role ends its sessions ──> server ──> tasks ──> engine
+drain: announced as draining; then the role ends its sessions
+stop:  server ──> tasks ──> withdrawn ──> engine
 """
 
 from __future__ import annotations

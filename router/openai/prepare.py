@@ -57,7 +57,6 @@ class Preparer:
             prompt = await _encoded(lambda: self.tokenizer.encode(text, adds_special), len(text))
         else:
             prompt = text
-            check_token_ids(prompt, self.tokenizer.vocab_size, "prompt")
         if not prompt:
             raise InvalidRequest(
                 "prompt: must have at least one token", param="prompt", code="invalid_value"
@@ -86,6 +85,8 @@ class Preparer:
         logprobs: int | None,
         timeout_s: float,
     ) -> TextRequest:
+        # Text, too: a tokenizer may know more tokens than the model has rows for.
+        check_token_ids(prompt, self.tokenizer.vocab_size, "prompt")
         generation = GenerationRequest(
             request_id=request_id,
             prompt_token_ids=prompt,

@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
+"""A factor beyond these makes infinities of logits: no token could be chosen, which ends the engine."""
 
 
 class StreamOptions(Fields):
@@ -49,7 +51,7 @@ class CommonFields(Fields):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_TOKEN_LIST)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None

@@ -91,6 +91,7 @@ class FakeReader:
         self.connected.append(peer.agent)
 
     async def disconnect(self, agent: str) -> None:
+        await self.works.wait()
         assert all(future.done() for future in self._ended), "disconnected while a read is pending"
         self.connected.remove(agent)
 

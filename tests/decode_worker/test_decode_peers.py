@@ -164,3 +164,17 @@ async def test_handshake_that_hangs_is_given_up_and_tried_again() -> None:
             await peer.connect()
         bench.reader.works.set()
         assert await peer.connect() == "agent-p-first"
+
+
+@virtual_time
+async def test_transport_that_hangs_holds_up_neither_a_new_connection_nor_the_end() -> None:
+    bench = Bench()
+    record = bench.record(P0)
+    with bench.peers.use(P0, record.address) as peer:
+        await peer.connect()
+        peer.mark_stale()
+        bench.reader.works.clear()
+        with pytest.raises(TransferFailed, match="did not let go of agent-p-first in 5 s"):
+            await peer.connect()
+    await bench.peers.close()
+    assert bench.owner(P0).calls == ["connect"]

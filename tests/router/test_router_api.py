@@ -240,6 +240,26 @@ async def test_failing_handoffs_make_the_service_not_ready() -> None:
         assert answer.json()["reason"] == "the last hand-off failed: no way"
 
 
+async def test_decode_worker_that_recomputes_everything_does_not_make_the_service_ready() -> None:
+    """Its tokens are right, but no KV moved: every prompt would be computed twice."""
+    async with bench(num_decode=0) as running, running.client() as client:
+        worker = running.cluster.add_worker(Role.DECODE)
+        worker.receipt = Receipt()
+        await running.until(lambda: len(worker.tickets) == 1 and not worker.running)
+        answer = await client.get("/ready")
+        assert (answer.status_code, answer.json()["reason"]) == (503, "no hand-off yet")
+        worker.receipt = Receipt(fetched_bytes=1)
+        await running.until(lambda: running.router.not_ready_because() is None)
+
+
+async def test_router_that_has_lost_a_part_is_unfit() -> None:
+    async with bench() as running:
+        running.router.check_health()
+        running.cluster.error = ZeroDivisionError("oops")  # type: ignore[assignment]
+        with pytest.raises(EngineFault, match="does not follow the directory"):
+            await running.until(running.router.check_health)
+
+
 async def test_metrics_merge_router_and_workers() -> None:
     page = "# HELP steps_total Steps\n# TYPE steps_total counter\nsteps_total 5.0\n"
     async with bench(num_decode=3) as running, openai_client(running) as client, running.client() as http:

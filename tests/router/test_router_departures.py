@@ -53,6 +53,11 @@ class RawClient:
     def leave(self) -> None:
         self._has_left.set()
 
+    def cut_off(self) -> None:
+        """Leave before the body is complete."""
+        self._messages[0]["more_body"] = True
+        self._has_left.set()
+
 
 @pytest.mark.parametrize("is_stream", [True, False])
 @pytest.mark.parametrize("stuck", list(Role))
@@ -109,3 +114,12 @@ async def test_client_that_only_reads_slowly_does_not_hold_up_the_hand_off() -> 
         await anext(deltas)
         await running.until(lambda: bool(running.decode.requests))
         await deltas.aclose()
+
+
+async def test_client_that_leaves_while_it_sends_is_no_error_of_the_server() -> None:
+    async with bench() as running:
+        client = RawClient(running)
+        client.cut_off()
+        await client.task
+        assert client.sent[0]["status"] == 499
+        assert running.prefill.requests == []

@@ -48,6 +48,8 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 2.1}, "presence_penalty"),
     ({"frequency_penalty": -2.1}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-30}, "repetition_penalty"),
+    ({"repetition_penalty": 1e30}, "repetition_penalty"),
     ({"ignore_eos": 1}, "ignore_eos"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -284,3 +286,12 @@ async def test_full_router_says_429_and_when_to_come_back() -> None:
         assert answer.status_code == 429
         assert answer.headers["retry-after"] == "3"
         assert answer.json()["error"]["type"] == "rate_limit_error"
+
+
+async def test_text_with_tokens_that_the_model_has_no_rows_for_is_refused() -> None:
+    """They would break the engine, and with it the requests of all others."""
+    async with bench() as running, running.client() as client:
+        running.tokenizer.vocab_size = 5
+        answer = await client.post("/v1/completions", json=TEXT)
+        assert answer.status_code == 400
+        assert "not in the vocabulary" in answer.json()["error"]["message"]

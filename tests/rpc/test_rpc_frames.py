@@ -88,6 +88,19 @@ async def test_reader_that_never_reads_ends_the_session() -> None:
     await settle()
     for event in "abcd":
         box.pending().append(event)
+    with pytest.raises(WorkerUnavailable, match="took no frame for 10 s"):
+        await session
+    assert box.unsent() == [["load"], ["a", "b", "c", "d"]]
+
+
+@virtual_time
+async def test_reader_that_falls_too_far_behind_is_told() -> None:
+    peer, box = Peer(), outbox(max_pending=3)
+    peer.may_write.clear()
+    session = peer.serve(box)
+    await settle()
+    for event in "abcd":
+        box.pending().append(event)
     peer.may_write.set()
     with pytest.raises(Overloaded):
         await session

@@ -49,10 +49,13 @@ RECORD = WorkerRecord(
 class Echo(DecodeWorkerServicer):
     """Answers each submission with one delta that repeats the prompt as tokens."""
 
+    def __init__(self, heartbeat_s: float) -> None:
+        self._heartbeat_s = heartbeat_s
+
     async def Serve(  # type: ignore[override]
         self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        outbox = FrameOutbox(pb.DecodeFrame, lambda frame: None, heartbeat_s=0.2)
+        outbox = FrameOutbox(pb.DecodeFrame, lambda frame: None, heartbeat_s=self._heartbeat_s)
 
         def on_command(command: pb.DecodeCommand) -> None:
             if command.WhichOneof("command") == "abort_request_id":
@@ -75,13 +78,13 @@ class Refusing(AdminService):
 
 @asynccontextmanager
 async def server(
-    admin: type[AdminService] = AdminService, **options: float
+    admin: type[AdminService] = AdminService, heartbeat_s: float = 0.2, **options: float
 ) -> AsyncIterator[RunningServer]:
     registry = CollectorRegistry()
     Counter("splitserve_things", "Things.", registry=registry).inc(3)
     running = await start_server(
         [
-            partial(add_DecodeWorkerServicer_to_server, Echo()),
+            partial(add_DecodeWorkerServicer_to_server, Echo(heartbeat_s)),
             partial(add_WorkerAdminServicer_to_server, admin(lambda: RECORD, registry)),
         ],
         "127.0.0.1",
@@ -223,9 +226,9 @@ async def test_stopped_server_breaks_the_session() -> None:
 
 async def test_worker_that_says_nothing_is_given_up() -> None:
     broken, loop = _Inbox(), asyncio.get_running_loop()
-    async with server() as running, open_channel(running.address, TOKEN) as channel:
+    async with server(heartbeat_s=60.0) as running, open_channel(running.address, TOKEN) as channel:
         session: Any = WorkerSession(
-            DecodeWorkerStub(channel).Serve, _Inbox(), broken, loop.time, frame_timeout_s=0.05
+            DecodeWorkerStub(channel).Serve, _Inbox(), broken, loop.time, frame_timeout_s=1.0
         )
         await session.start()
         assert "silent" in (await broken.get()).message

@@ -143,6 +143,21 @@ async def test_forgotten_sequence_hears_nothing() -> None:
 
 
 @virtual_time
+async def test_listener_that_breaks_makes_the_worker_unfit() -> None:
+    """The events behind it are lost: their requests would wait for their deadlines without a word."""
+    link = Link()
+
+    def broken(_: Event) -> None:
+        raise ZeroDivisionError("oops")
+
+    link.link.listen(SequenceId("a"), broken)
+    link.engine.emit(failed("a"))
+    await settle()
+    with pytest.raises(EngineFault, match="an event was not understood: ZeroDivisionError: oops"):
+        link.health.check()
+
+
+@virtual_time
 async def test_sequence_ids_are_never_used_twice() -> None:
     link = Link()
     assert len({link.link.new_sequence_id("r") for _ in range(10)}) == 10
