@@ -16,7 +16,7 @@ from engine.device import limit_threads, memory_bytes, select_device, select_dty
 from engine.kv_cache import KvCache, block_bytes_for, num_blocks_for
 from engine.model.config import ModelConfig
 from engine.model.decoder import DecoderModel
-from engine.ops import TorchOps
+from engine.ops import choose_ops
 from engine.runner import ModelRunner
 from engine.weights import ModelFolder, Progress, load_weights
 from kv_transfer import PoolMemory
@@ -57,7 +57,8 @@ def build_engine(
     config: ClusterConfig, pool: PoolConfig, folder: ModelFolder, progress: Progress | None = None
 ) -> EngineParts:
     """Load the model and lay out its KV cache. Takes seconds. Raises `StartupError`."""
-    limit_threads(threads_per_engine(config, pool))
+    num_threads = threads_per_engine(config, pool)
+    limit_threads(num_threads)
     model_config = ModelConfig.from_hf(folder.config)
     length = max_model_len(config, model_config)
     device = select_device("auto" if pool.num_gpus else "cpu")
@@ -72,9 +73,14 @@ def build_engine(
         enable_prefix_caching=config.enable_prefix_caching,
     )
     weights = load_weights(folder, dtype, progress=progress)
-    model = DecoderModel(
-        model_config, weights, TorchOps(device, dtype), device=device, dtype=dtype, max_model_len=length
+    ops = choose_ops(
+        device,
+        dtype,
+        head_dim=model_config.head_dim,
+        num_threads=num_threads,
+        cache_dir=config.cache_dir.expanduser() / "cpu-ops",
     )
+    model = DecoderModel(model_config, weights, ops, device=device, dtype=dtype, max_model_len=length)
     kv_cache = KvCache(
         model_config, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, device=device
     )

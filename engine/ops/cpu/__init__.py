@@ -3,6 +3,7 @@
 `CpuOps.create` builds the library for this CPU on first use (a few seconds, cached) and loads it.
 """
 
+from engine.ops.cpu.memory import zeros
 from engine.ops.cpu.ops import CpuOps
 
-__all__ = ["CpuOps"]
+__all__ = ["CpuOps", "zeros"]
