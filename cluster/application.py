@@ -88,12 +88,14 @@ def deploy(application: serve.Application) -> None:
     )
 
 
-def delete() -> None:
-    """Take the application down: replicas say farewell first."""
+def delete(*, with_serve: bool) -> None:
+    """Take the application down: replicas say farewell first. `with_serve` ends an empty Serve, too."""
     from cluster.ray_directory import remove_directory
 
     serve.delete(APPLICATION)
     remove_directory()
+    if with_serve and not serve.status().applications:
+        serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 Deployments = Mapping[str, DeploymentStatusOverview]

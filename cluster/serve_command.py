@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 from cluster.background import Background
@@ -34,17 +35,18 @@ def serve_cluster(config: ClusterConfig, report: Report, builders: Builders | No
     adopt_orphans()
     report.headline(config)
     run = ClusterRun(config, report, builders)
-    thread = Background("cluster", run.run)
-    _wait(thread, signals, num_signals=1)
-    if signals.count:
-        report.step("stopping")
-        _mute_stderr()
-        run.stop()
-        _take_down(run, thread, signals)
-        report.step("stopped")
-    else:
-        end_processes(descendants(), grace_s=2.0)
-    _finish(thread, forced=signals.count > 1)
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # Ray prints there what it logs, too
+        thread = Background("cluster", run.run)
+        _wait(thread, signals, num_signals=1)
+        if signals.count:
+            report.step("stopping")
+            _mute_stderr()
+            run.stop()
+            _take_down(run, thread, signals)
+            report.step("stopped")
+        else:
+            end_processes(descendants(), grace_s=2.0)
+        _finish(thread, forced=signals.count > 1)
 
 
 def _mute_stderr() -> None:
@@ -77,5 +79,4 @@ def _finish(thread: Background[None], *, forced: bool) -> None:
     """Raise what the run raised; after a stop, leave without waiting for threads over a dead Ray."""
     if not thread.is_running and not forced:
         thread.raise_if_failed()
-    sys.stdout.flush()
     os._exit(FORCED_EXIT_CODE if forced else 0)

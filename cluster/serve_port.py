@@ -16,8 +16,11 @@ from protocol.errors import StartupError
 def with_free_port(config: ClusterConfig) -> ClusterConfig:
     """The configuration with a real port in the place of 0.
 
-    Raises `StartupError` when the port is taken or the host is no address of this machine.
+    Raises `StartupError` when the port is taken or the host is no address of this machine. The proxies
+    of a Serve that runs already on a cluster that we join are no strangers, and are not looked at.
     """
+    if config.ray.address is not None and config.http.through == "proxy":
+        return config
     host, port = config.http.host, config.http.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -73,7 +73,7 @@ class ClusterRun:
             return
         finally:
             if self.is_up:
-                _end_application()
+                self._say_farewell()
             cluster.stop()
 
     def _start_ray(self) -> RayCluster:
@@ -143,6 +143,12 @@ class ClusterRun:
         finally:
             state.unlink(missing_ok=True)
 
+    def _say_farewell(self) -> None:
+        """Let the replicas release leases and withdraw. A local Serve ends with Ray."""
+        from cluster.application import delete
+
+        Background("farewell", partial(delete, with_serve=not self.is_local)).wait(FAREWELL_S)
+
     def _check_stop(self) -> None:
         if self._stop.is_set():
             raise StopRequested
@@ -169,10 +175,3 @@ def _import_application() -> None:
     import cluster.ray_directory  # noqa: F401
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-
-
-def _end_application() -> None:
-    """Let the replicas say farewell: leases are released, workers withdraw."""
-    from cluster.application import delete
-
-    Background("farewell", delete).wait(FAREWELL_S)

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 SPLITSERVE = Path(sys.executable).parent / "splitserve"
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 START_LIMIT_S = 150.0
 CLUSTER_TOKEN = "known-to-this-test-alone"  # noqa: S105
 
@@ -73,6 +74,17 @@ class Served:
         found = [p for p in self.family() if _title(p).startswith(title)]
         assert len(found) == 1, [_title(p) for p in self.family()]
         return found[0]
+
+    def listening_addresses(self) -> set[str]:
+        """All addresses that any process of the cluster listens on."""
+        found = {
+            connection.laddr.ip
+            for process in self.family()
+            for connection in process.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        assert found
+        return found
 
     def status(self) -> dict[str, Any]:
         """What `splitserve status --json` says."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from served_cluster import assert_gone, serving, stop
+from served_cluster import LOOPBACK, assert_gone, serving, stop
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -48,10 +48,12 @@ def test_a_signal_during_the_start_ends_everything(tiny_llama: Path, tmp_path: P
         assert served.output().splitlines()[-1].endswith("stopped")
 
 
-def test_a_running_server_ends_within_fifteen_seconds_and_frees_its_port(
+def test_a_server_behind_serves_proxy_answers_and_ends_within_fifteen_seconds(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
-    with serving(tiny_llama, tmp_path) as served:
+    with serving(tiny_llama, tmp_path, "--set", "http.through=proxy") as served:
+        assert served.complete()["usage"]["completion_tokens"] == 8
+        assert served.listening_addresses() <= LOOPBACK
         stop(served, signal.SIGTERM, limit_s=15)
         assert served.process.returncode == 0
         with socket.socket() as again:
