@@ -23,7 +23,7 @@ from engine.kv_cache import (
 )
 from engine.model.config import ModelConfig
 from engine.model.decoder import DecoderModel
-from engine.ops import TorchOps
+from engine.ops import choose_ops
 from engine.runner import ModelRunner
 from engine.weights import ModelFolder, Progress, load_weights
 from kv_transfer import PoolMemory
@@ -66,15 +66,21 @@ def build_engine(
     config: ClusterConfig, pool: PoolConfig, folder: ModelFolder, progress: Progress | None = None
 ) -> EngineParts:
     """Load the model and lay out its KV cache. Takes seconds. Raises `StartupError`."""
-    limit_threads(threads_per_engine(config, pool))
+    num_threads = threads_per_engine(config, pool)
+    limit_threads(num_threads)
     model_config = ModelConfig.from_hf(folder.config)
     length = max_model_len(config, model_config)
     device = select_device("auto" if pool.num_gpus else "cpu")
     dtype = select_dtype(config.dtype, device)
     weights = load_weights(folder, dtype, progress=progress)
-    model = DecoderModel(
-        model_config, weights, TorchOps(device, dtype), device=device, dtype=dtype, max_model_len=length
+    ops = choose_ops(
+        device,
+        dtype,
+        head_dim=model_config.head_dim,
+        num_threads=num_threads,
+        cache_dir=config.cache_dir.expanduser() / "cpu-ops",
     )
+    model = DecoderModel(model_config, weights, ops, device=device, dtype=dtype, max_model_len=length)
     kv_cache = _lay_out_cache(config, pool, model)
     host_pool = _lay_out_host_pool(pool, kv_cache)
     runner = ModelRunner(model, kv_cache, tuple(folder.eos_token_ids), host_pool)

@@ -14,6 +14,7 @@ from collections.abc import Sequence as Items
 import torch
 
 from engine.model import ModelConfig
+from engine.ops.cpu import zeros
 from protocol.errors import StartupError
 from protocol.ids import BlockId
 
@@ -35,9 +36,12 @@ class KvCache:
     ) -> None:
         if num_blocks < MIN_BLOCKS:
             raise StartupError(f"a KV cache needs at least {MIN_BLOCKS} blocks, not {num_blocks}")
-        self.blocks = torch.zeros(
-            num_blocks, *_block_shape(config, block_size), dtype=dtype, device=device
-        )  # [blocks, layers, 2, kv_heads, block_size, head_dim]
+        shape = (num_blocks, *_block_shape(config, block_size))
+        # Of shape [blocks, layers, 2, kv_heads, block_size, head_dim].
+        if device.type == "cpu":
+            self.blocks = zeros(shape, dtype)
+        else:
+            self.blocks = torch.zeros(shape, dtype=dtype, device=device)
         self.block_size = block_size
 
     @property

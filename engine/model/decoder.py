@@ -8,7 +8,7 @@ The residual stream `x` is added to in place; every norm follows an addition, so
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,7 +87,7 @@ class DecoderModel:
             x, residual = self._add_norm(delta, residual, layer.input_norm)
             x = self._attend(index, x, rotation, attention)
             x, residual = self._add_norm(x, residual, layer.mlp_norm)
-            delta = self.ops.linear(self.ops.silu_mul(self.ops.linear(x, layer.gate_up)), layer.down)
+            delta = self.ops.linear(self.ops.gated(x, layer.gate_up), layer.down)
         return HiddenState(delta, residual)
 
     def logits(self, hidden: HiddenState, rows: torch.Tensor) -> torch.Tensor:
@@ -174,7 +174,9 @@ class _WeightReader:
             k_norm=self._head_norm(f"{attention}.k_norm.weight"),
             output=self._fuse(attention, {"o_proj": hidden}, query_size, config.output_bias),
             mlp_norm=self.take(f"{prefix}.post_attention_layernorm.weight", hidden),
-            gate_up=self._fuse(mlp, {"gate_proj": inner, "up_proj": inner}, hidden, config.mlp_bias),
+            gate_up=self._fuse(
+                mlp, {"gate_proj": inner, "up_proj": inner}, hidden, config.mlp_bias, self._ops.pack_gate_up
+            ),
             down=self._fuse(mlp, {"down_proj": hidden}, inner, config.mlp_bias),
             window=config.windows[index],
         )
@@ -182,13 +184,21 @@ class _WeightReader:
     def _head_norm(self, name: str) -> torch.Tensor | None:
         return self.take(name, self._config.head_dim) if self._config.qk_norm else None
 
-    def _fuse(self, prefix: str, out_sizes: Mapping[str, int], in_size: int, has_bias: bool) -> Linear:
+    def _fuse(
+        self,
+        prefix: str,
+        out_sizes: Mapping[str, int],
+        in_size: int,
+        has_bias: bool,
+        pack: Callable[[torch.Tensor, torch.Tensor | None], Linear] | None = None,
+    ) -> Linear:
         """Stack the named matrices along their outputs and pack them."""
+        pack = pack or self._ops.pack
         weights = [self.take(f"{prefix}.{name}.weight", size, in_size) for name, size in out_sizes.items()]
         if not has_bias:
-            return self._ops.pack(_stack(weights), None)
+            return pack(_stack(weights), None)
         biases = [self.take(f"{prefix}.{name}.bias", size) for name, size in out_sizes.items()]
-        return self._ops.pack(_stack(weights), _stack(biases))
+        return pack(_stack(weights), _stack(biases))
 
 
 def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -75,8 +75,14 @@ class Ops(Protocol):
     def pack_head(self, weight: torch.Tensor) -> Linear:
         """Bring the vocabulary matrix [vocab, in] into the format for `logits`."""
 
+    def pack_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Bring `weight` [2 * width, in], gate above up, into the fastest format for `gated`."""
+
     def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         """[rows, in] -> [rows, out]."""
+
+    def gated(self, x: torch.Tensor, gate_up: Linear) -> torch.Tensor:
+        """[rows, in] -> silu(gate @ x) * (up @ x), [rows, width]."""
 
     def logits(self, x: torch.Tensor, head: Linear) -> torch.Tensor:
         """[rows, in] -> [rows, vocab] in float32, whatever the type of `x`: bfloat16 makes ties."""
@@ -94,9 +100,6 @@ class Ops(Protocol):
 
         `cos` and `sin` are [rows, head_dim]; the first half of `sin` is negated already.
         """
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[rows, 2 * width] -> silu(first half) * second half, [rows, width]; may overwrite it."""
 
     def attention(self, layout: BatchLayout, kv_blocks: torch.Tensor) -> StepAttention:
         """Prepare one step over `kv_blocks` [blocks, layers, 2, kv_heads, block_size, head_dim]."""

@@ -31,6 +31,9 @@ class TorchOps:
         """On a CPU the head is kept in float32: twice the memory for logits without ties."""
         return self.pack(weight.to(self._head_dtype), None)
 
+    def pack_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return self.pack(weight, bias)
+
     def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         if not self._uses_onednn:
             return F.linear(x, linear.weight, linear.bias)
@@ -38,6 +41,10 @@ class TorchOps:
             x, linear.weight, linear.bias, "none", [], ""
         )
         return product
+
+    def gated(self, x: torch.Tensor, gate_up: Linear) -> torch.Tensor:
+        gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
 
     def logits(self, x: torch.Tensor, head: Linear) -> torch.Tensor:
         return self.linear(x.to(self._head_dtype), head).float()
@@ -54,10 +61,6 @@ class TorchOps:
     def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         swapped = torch.roll(x, x.shape[-1] // 2, -1).mul_(sin.unsqueeze(1))
         return x.mul_(cos.unsqueeze(1)).add_(swapped)
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
 
     def attention(self, layout: BatchLayout, kv_blocks: torch.Tensor) -> StepAttention:
         return TorchAttention(layout, kv_blocks)

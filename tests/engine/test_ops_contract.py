@@ -8,12 +8,16 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from cpp_variants import best_ops
 
 from engine.ops import BatchLayout, Ops, TorchOps
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
-IMPLEMENTATIONS: dict[str, Callable[[torch.dtype], Ops]] = {"torch": lambda dtype: TorchOps(CPU, dtype)}
+IMPLEMENTATIONS: dict[str, Callable[[torch.dtype], Ops]] = {
+    "torch": lambda dtype: TorchOps(CPU, dtype),
+    "cpp": best_ops,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +90,7 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize("heads", [(9, 3, 64), (4, 4, 16), (8, 1, 24)], ids=str)
+@pytest.mark.parametrize("heads", [(9, 3, 64), (4, 4, 16), (8, 1, 48)], ids=str)
 @pytest.mark.parametrize("window", [None, 1, 21, 128, 200])
 @pytest.mark.parametrize("mix", MIXES)
 def test_attention_sees_exactly_the_causal_window(
@@ -179,7 +183,7 @@ def test_linear_rows_do_not_depend_on_their_number(
 def test_logits_are_float32_whatever_the_model_is(ops: Ops) -> None:
     weight = torch.randn(500, 64)
     for dtype in (torch.float32, torch.bfloat16):
-        made = type(ops)(CPU, dtype) if isinstance(ops, TorchOps) else ops
+        made = TorchOps(CPU, dtype) if isinstance(ops, TorchOps) else best_ops(dtype)
         head = made.pack_head(weight.to(dtype))
         x = torch.randn(padded(4, made), 64).to(dtype)
         logits = made.logits(x, head)
@@ -207,13 +211,17 @@ def test_rope_rotates_halves_against_each_other(ops: Ops) -> None:
     torch.testing.assert_close(ops.rope(x.clone(), cos, sin), expected)
 
 
-def test_silu_mul_gates_the_second_half(ops: Ops) -> None:
-    x = torch.randn(5, 64)
-    expected = torch.nn.functional.silu(x[:, :32]) * x[:, 32:]
-    torch.testing.assert_close(ops.silu_mul(x.clone()), expected)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gated_multiplies_the_second_half_by_the_silu_of_the_first(ops: Ops, has_bias: bool) -> None:
+    weight, bias = torch.randn(2 * 44, 33) * 0.2, torch.randn(2 * 44) if has_bias else None
+    x = torch.randn(padded(7, ops), 33)
+    gate, up = torch.nn.functional.linear(x, weight, bias).chunk(2, -1)
+    expected = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(ops.gated(x, ops.pack_gate_up(weight, bias)), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_attention_refuses_blocks_that_do_not_fit_its_tiles(ops: Ops) -> None:
+def test_attention_in_torch_refuses_blocks_that_do_not_fit_its_tiles() -> None:
+    ops = TorchOps(CPU, torch.float32)
     layout = make_layout([(20, 1)])
     with pytest.raises(ValueError, match="block size"):
         ops.attention(layout, torch.zeros(4, 1, 2, 1, 48, 16))

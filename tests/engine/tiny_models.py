@@ -11,7 +11,7 @@ import torch
 
 from engine.kv_cache import KvCache
 from engine.model import DecoderModel, ModelConfig
-from engine.ops import TorchOps
+from engine.ops import Ops, TorchOps
 from engine.plan import Slice, StepPlan
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
@@ -115,13 +115,15 @@ def make_reference(kind: str, **changes: Any) -> Any:
     return model
 
 
-def make_twins(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Twins:
+def make_twins(
+    kind: str, dtype: torch.dtype = torch.float32, ops: Ops | None = None, **changes: Any
+) -> Twins:
     reference = make_reference(kind, **changes)
     # Through JSON, as the engine will meet it.
     config = ModelConfig.from_hf(
         {**json.loads(reference.config.to_json_string()), "architectures": [type(reference).__name__]}
     )
-    ops = TorchOps(CPU, dtype)
+    ops = ops or TorchOps(CPU, dtype)
     model = DecoderModel(config, reference.state_dict(), ops, device=CPU, dtype=dtype)
     return Twins(reference, config, model)
 

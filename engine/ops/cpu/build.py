@@ -1,0 +1,91 @@
+"""How does a compiled library come about? One compiler run, kept in a cache.
+
+A library holds one instruction set and is named by it, by the sources and by the compiler: a cache
+shared by different CPUs, versions or processes never gives one what another built for itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.ops.cpu.instruction_sets import InstructionSet
+from protocol.errors import StartupError
+
+log = logging.getLogger(__name__)
+
+SOURCE_DIR = Path(__file__).parent
+COMPILERS = ("g++", "clang++", "c++")
+BUILD_TIMEOUT_S = 300.0
+FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wno-psabi"),
+    # Multiply-adds only where the source says so: every variant of a kernel rounds alike.
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+)
+
+
+def find_compiler() -> Path | None:
+    """The first C++ compiler on the PATH."""
+    found = (shutil.which(name) for name in COMPILERS)
+    return next((Path(path) for path in found if path), None)
+
+
+def build(candidates: Sequence[InstructionSet], cache_dir: Path, compiler: Path) -> Path:
+    """The library for the first candidate that the compiler knows. Raises `StartupError` for none."""
+    for candidate in candidates[:-1]:
+        try:
+            return build_for(candidate, cache_dir, compiler)
+        except StartupError as error:
+            log.info("trying the next instruction set: %s", error)
+    return build_for(candidates[-1], cache_dir, compiler)
+
+
+def build_for(
+    instruction_set: InstructionSet, cache_dir: Path, compiler: Path, extra_flags: Sequence[str] = ()
+) -> Path:
+    """The library for `instruction_set`, compiled unless the cache has it. Raises `StartupError`.
+
+    Safe when processes build at once: each compiles into a file of its own and renames it into place.
+    """
+    flags = (*FLAGS, *instruction_set.compiler_flags, *extra_flags)
+    library = cache_dir / f"cpu-ops-{instruction_set.name}-{_fingerprint(compiler, flags)}.so"
+    if library.exists():
+        return library
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    handle, unfinished = tempfile.mkstemp(suffix=".so.tmp", dir=cache_dir)
+    os.close(handle)
+    try:
+        _run(compiler, *flags, str(SOURCE_DIR / "kernels.cpp"), "-o", unfinished)
+        Path(unfinished).rename(library)
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
+    return library
+
+
+def _fingerprint(compiler: Path, flags: tuple[str, ...]) -> str:
+    digest = hashlib.sha256(_run(compiler, "--version").encode())
+    digest.update("\0".join(flags).encode())
+    for source in sorted([*SOURCE_DIR.glob("*.h"), *SOURCE_DIR.glob("*.cpp")]):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _run(compiler: Path, *arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            [str(compiler), *arguments], capture_output=True, text=True, check=True, timeout=BUILD_TIMEOUT_S
+        )
+    except subprocess.CalledProcessError as error:
+        first = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip())
+        raise StartupError(f"{compiler.name} cannot compile the CPU ops: {first}") from error
+    except subprocess.TimeoutExpired as error:
+        raise StartupError(f"{compiler.name} took more than {BUILD_TIMEOUT_S:.0f} s") from error
+    except OSError as error:
+        raise StartupError(f"the C++ compiler does not run: {error}") from error
+    return done.stdout

@@ -1,0 +1,72 @@
+"""What does the compiled library offer to Python? Its functions, and the layout of their arguments.
+
+Each `struct.Struct` here mirrors the C struct of the same name: packing one into a buffer costs a third
+of filling a `ctypes.Structure`, and a step makes hundreds of calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import weakref
+from collections.abc import Callable
+from enum import IntEnum
+from pathlib import Path
+
+Call = Callable[..., None]
+"""Takes the dtype (0: float32, 1: bfloat16) and the fields of the C struct, in order."""
+
+_ARGS_BYTES = 256
+
+
+class Epilogue(IntEnum):
+    """What a linear does with its sums, as `linear.h` numbers it."""
+
+    STORE = 0
+    GATE = 1
+    FLOAT32 = 2
+
+
+class Library:
+    """One loaded library and its team of threads. Used by one thread at a time.
+
+    The team ends when the object does; there is nothing to close.
+    """
+
+    def __init__(self, path: Path, num_threads: int) -> None:
+        self._functions = ctypes.CDLL(str(path))
+        self._arguments = ctypes.create_string_buffer(_ARGS_BYTES)
+        self._pool = self._create_pool(num_threads)
+        self.panel_columns: int = self._functions.splitserve_panel_columns()
+        self.linear = self._call("linear", "@4P5qi")
+        self.attention = self._call("attention", "@7P6q6if")
+        self.rms_norm = self._call("rms_norm", "@4P8qf")
+        self.rope = self._call("rope", "@3P6q")
+        self.write_kv = self._call("write_kv", "@5P9q")
+        self.pack = self._call("pack", "@2P3qP")
+
+    def step_depth(self, dtype: int) -> int:
+        """Values of the inner dimension that lie together in a packed matrix."""
+        depth: int = self._functions.splitserve_step_depth(dtype)
+        return depth
+
+    def _create_pool(self, num_threads: int) -> int:
+        create = self._functions.splitserve_pool_create
+        create.argtypes, create.restype = [ctypes.c_int32], ctypes.c_void_p
+        destroy = self._functions.splitserve_pool_destroy
+        destroy.argtypes, destroy.restype = [ctypes.c_void_p], None
+        pool: int = create(num_threads)
+        weakref.finalize(self, destroy, pool)
+        return pool
+
+    def _call(self, name: str, layout: str) -> Call:
+        function = getattr(self._functions, f"splitserve_{name}")
+        function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p], None
+        pack_into, arguments, pool = struct.Struct(layout).pack_into, self._arguments, self._pool
+        address = ctypes.addressof(arguments)
+
+        def call(dtype: int, *fields: float) -> None:
+            pack_into(arguments, 0, *fields)
+            function(pool, dtype, address)
+
+        return call
