@@ -15,8 +15,7 @@ from cluster.config import ClusterConfig, PoolConfig, load_config
 from cluster.environment import read_environment
 from cluster.serve_failures import explain_failure
 from cluster.serve_replica import build_decode_worker, build_prefill_worker, build_router
-from decode_worker.deployment import DecodeWorkerReplica
-from prefill_worker.deployment import PrefillWorkerReplica
+from cluster.worker_replica import WorkerReplica
 from protocol.errors import StartupError
 from router.deployment import RouterReplica
 from router.http_server import Listen
@@ -47,8 +46,8 @@ def build_application(
 ) -> serve.Application:
     """The application as `serve.run` takes it. Starts nothing."""
     builders = builders or Builders()
-    prefill = serve.deployment(**_pool_options(PREFILL, config.prefill))(PrefillWorkerReplica)
-    decode = serve.deployment(**_pool_options(DECODE, config.decode))(DecodeWorkerReplica)
+    prefill = serve.deployment(**_pool_options(PREFILL, config.prefill))(WorkerReplica)
+    decode = serve.deployment(**_pool_options(DECODE, config.decode))(WorkerReplica)
     router_class, listen = _router_class(config)
     router = serve.deployment(**_router_options(config))(router_class)
     return router.bind(

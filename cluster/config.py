@@ -80,6 +80,11 @@ class PoolConfig(_Section):
     max_num_seqs: int = Field(default=64, ge=1)
     max_num_batched_tokens: int = Field(default=512, ge=1)
     """Token budget of one engine step."""
+    max_num_prefill_tokens: int | None = Field(default=None, ge=1)
+    """Of these at most so many go to prompts, so that running sequences keep their pace; null: no bound.
+
+    On decode workers it bounds what the recomputation of lost KV costs the others.
+    """
     threads: int | Literal["auto"] = "auto"
     """Threads of one engine; auto divides the machine's cores between the engines on it."""
     num_cpus: float = Field(default=1.0, ge=0)

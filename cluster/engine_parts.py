@@ -136,6 +136,7 @@ def _scheduler_config(
         max_model_len=length,
         max_num_seqs=pool.max_num_seqs,
         max_num_batched_tokens=pool.max_num_batched_tokens,
+        max_num_prefill_tokens=pool.max_num_prefill_tokens,
         max_num_waiting=pool.max_num_waiting,
         enable_prefix_caching=config.enable_prefix_caching,
         low_watermark=pool.low_watermark,

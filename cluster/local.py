@@ -110,7 +110,7 @@ class LocalCluster:
         try:
             yield f"http://{host}:{port}"
         finally:
-            await server.stop()
+            await server.stop(self.router.stop)
 
     async def answer(self, cases: Sequence[Case]) -> list[list[int]]:
         """Output token ids of all cases, run at the same time through router, prefill and decode."""

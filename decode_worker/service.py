@@ -19,6 +19,7 @@ class DecodeService(DecodeWorkerServicer):
     def __init__(
         self, open_session: Callable[[], DecodeSession], close_session: Callable[[DecodeSession], None]
     ) -> None:
+        """`open_session` may refuse, with a `SplitserveError`."""
         self._open_session = open_session
         self._close_session = close_session
 
@@ -26,8 +27,8 @@ class DecodeService(DecodeWorkerServicer):
         self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         # A coroutine that writes, not a generator: only so is its end certain when the call is cut off.
-        session = self._open_session()
         try:
+            session = self._open_session()
             try:
                 await run_session(request_iterator, session.on_command, session.outbox, context.write)
             finally:  # before the abort, which waits for a peer that may not read any more

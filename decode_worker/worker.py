@@ -166,6 +166,9 @@ class DecodeWorker:
             await asyncio.sleep(REFRESH_PERIOD_S)
 
     def _open_session(self) -> DecodeSession:
+        """Raises `WorkerUnavailable` when the worker is unfit."""
+        if self._shell.health.fault is not None:
+            raise self._shell.unfit()
         session = DecodeSession(self._tools, self._shell.refusal)
         self._sessions.add(session)
         return session
@@ -175,6 +178,7 @@ class DecodeWorker:
         self._sessions.discard(session)
 
     def _fail_all(self, fault: SplitserveError) -> None:
-        """A broken worker answers no more: say so."""
+        """A broken worker answers no more: say so, and let no router stay."""
         for session in self._sessions:
             session.fail_all(fault)
+            session.outbox.finish(self._shell.unfit())

@@ -34,6 +34,7 @@ class PrefillService(PrefillWorkerServicer):
         open_session: Callable[[], PrefillSession],
         close_session: Callable[[PrefillSession], None],
     ) -> None:
+        """`open_session` may refuse, with a `SplitserveError`."""
         self._identity = identity
         self._fingerprint = fingerprint
         self._endpoint = endpoint
@@ -43,8 +44,8 @@ class PrefillService(PrefillWorkerServicer):
 
     async def Serve(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
         # A coroutine that writes, not a generator: only so is its end certain when the call is cut off.
-        session = self._open_session()
         try:
+            session = self._open_session()
             try:
                 await run_session(request_iterator, session.on_command, session.outbox, context.write)
             finally:  # before the abort, which waits for a peer that may not read any more

@@ -110,6 +110,9 @@ class PrefillWorker:
         return num_requests + len(self._holder) + self._shell.engine.num_listeners == 0
 
     def _open_session(self) -> PrefillSession:
+        """Raises `WorkerUnavailable` when the worker is unfit."""
+        if self._shell.health.fault is not None:
+            raise self._shell.unfit()
         session = PrefillSession(
             self._shell.engine, self._holder, self._shell.refusal, self._metrics, self._clock
         )
@@ -121,7 +124,9 @@ class PrefillWorker:
         self._sessions.discard(session)
 
     def _fail_all(self, fault: SplitserveError) -> None:
-        """A broken engine answers no more: say so, and let readers know that their KV is void."""
+        """A broken engine answers no more: say so, let no router stay, and let readers know that their KV
+        is void."""
         for session in self._sessions:
             session.fail_all(fault)
+            session.outbox.finish(self._shell.unfit())
         self._holder.drop_all()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -36,6 +37,11 @@ from router.openai.sampling import CommonFields
 from router.router import Router
 
 __all__ = ["Router", "build_app"]
+
+FieldsT = TypeVar("FieldsT", bound=CommonFields)
+
+LONG_BODY_BYTES = 64 * 1024
+"""Longer ones are looked through in a thread: a hundred thousand messages take more than a second."""
 
 _KNOWN_PATHS = frozenset(
     {
@@ -92,7 +98,7 @@ def _openai_routes(router: Router) -> APIRouter:
 
     @routes.post("/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        fields = validate(ChatRequest, await _read_json(router, request))
+        fields = await _read_fields(ChatRequest, router, request)
         text_request = await router.preparer.chat(
             fields, router.new_request_id(), timeout_of(request, router.settings.request_timeout_s)
         )
@@ -101,7 +107,7 @@ def _openai_routes(router: Router) -> APIRouter:
 
     @routes.post("/completions")
     async def completions(request: Request) -> Response:
-        fields = validate(CompletionRequest, await _read_json(router, request))
+        fields = await _read_fields(CompletionRequest, router, request)
         text_request = await router.preparer.completion(
             fields, router.new_request_id(), timeout_of(request, router.settings.request_timeout_s)
         )
@@ -190,8 +196,11 @@ def _model(router: Router) -> dict[str, Any]:
     }
 
 
-async def _read_json(router: Router, request: Request) -> dict[str, Any]:
-    return parse_body(await _read(router, request))
+async def _read_fields(kind: type[FieldsT], router: Router, request: Request) -> FieldsT:
+    body = await _read(router, request)
+    if len(body) <= LONG_BODY_BYTES:
+        return validate(kind, parse_body(body))
+    return await asyncio.to_thread(lambda: validate(kind, parse_body(body)))
 
 
 async def _read(router: Router, request: Request) -> bytes:

@@ -51,5 +51,4 @@ class RouterReplica:
         """Serve's farewell before a graceful end."""
         server: HttpServer | None = getattr(self, "_server", None)
         if server is not None:
-            await server.stop()
-            await self._router.stop()
+            await server.stop(self._router.stop)

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TIMEOUT_HEADER = "x-request-timeout"
+MAX_MESSAGE_CHARACTERS = 1000
+"""Of an error; a chat template's own refusal may quote a whole conversation."""
+
 _LAST_ANSWER = {"connection": "close"}
 """What is left of a body that was given up would be read for as long as the client sends it."""
 _COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
@@ -88,7 +91,7 @@ def error_body(error: SplitserveError) -> dict[str, Any]:
     """OpenAI's error object."""
     return {
         "error": {
-            "message": error.message,
+            "message": error.message[:MAX_MESSAGE_CHARACTERS],
             "type": error.openai_type,
             "param": error.param,
             "code": error.code,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,10 @@ from protocol.errors import StartupError
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-DRAIN_S = 5.0
-"""Streams that are still running so long after the farewell are cut off."""
+DRAIN_S = 3
+"""Requests that are still running so long after the farewell are made to fail."""
+LAST_WORDS_S = 1
+"""How long they may take to tell their clients. Serve gives a replica five seconds for all of its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +34,15 @@ class Listen:
 class HttpServer:
     """Serves one app from construction on, until `stop`."""
 
-    def __init__(self, app: FastAPI, listener: socket.socket) -> None:
+    def __init__(self, app: FastAPI, listener: socket.socket, drain_s: int = DRAIN_S) -> None:
         config = uvicorn.Config(
             app,
             log_config=None,
             access_log=False,
             lifespan="off",
-            timeout_graceful_shutdown=int(DRAIN_S),
+            timeout_graceful_shutdown=drain_s + LAST_WORDS_S,
         )
+        self._drain_s = drain_s
         self._server = _SignalFreeServer(config)
         self._task = asyncio.create_task(self._server.serve([listener]))
 
@@ -48,10 +51,15 @@ class HttpServer:
         if self._task.done():
             raise RuntimeError("the HTTP server ended")
 
-    async def stop(self) -> None:
-        """Accept nothing new and give what runs `DRAIN_S` to end."""
+    async def stop(self, end_requests: Callable[[], Awaitable[None]]) -> None:
+        """Accept nothing new and give what runs the time to end.
+
+        Then `end_requests`, called in any case, makes the rest fail: streams end with an error event.
+        """
         self._server.should_exit = True
-        await asyncio.wait_for(self._task, timeout=2 * DRAIN_S)
+        await asyncio.wait([self._task], timeout=self._drain_s)
+        await end_requests()
+        await asyncio.wait_for(self._task, timeout=2 * (self._drain_s + LAST_WORDS_S))
 
 
 class _SignalFreeServer(uvicorn.Server):

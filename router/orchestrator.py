@@ -21,7 +21,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Seque
 from contextlib import aclosing, contextmanager
 from typing import TypeVar
 
-from protocol.errors import DeadlineExceeded, Overloaded, SplitserveError, WorkerUnavailable
+from protocol.errors import (
+    DeadlineExceeded,
+    EngineFault,
+    Overloaded,
+    SplitserveError,
+    WorkerUnavailable,
+)
 from protocol.generation import GenerationRequest, TokenDelta
 from protocol.ids import Role
 from protocol.ports import Clock
@@ -31,6 +37,9 @@ from router.run import Generation, Run
 from router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
+
+MAX_FAULTS = 1
+"""Engines that may break over a request before it is taken for the cause: it gets no further ones."""
 
 T = TypeVar("T")
 W = TypeVar("W", bound=Worker)
@@ -199,7 +208,11 @@ class Orchestrator:
 
     async def _prepare_retry(self, run: Run, error: SplitserveError) -> None:
         """Return when the request may have another leg; else raise `error`."""
-        if not error.retryable or run.num_failures >= self._settings.num_retries:
+        if isinstance(error, EngineFault):
+            error = _told_to_client(run, error)
+            run.num_faults += 1
+        may_retry = error.retryable and run.num_failures < self._settings.num_retries
+        if not may_retry or run.num_faults > MAX_FAULTS:
             raise error
         if run.current is not None:
             run.failed.add(run.current)
@@ -266,6 +279,15 @@ def _both(workers: Workers) -> tuple[Sequence[Worker], Sequence[Worker]]:
 
 def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
+
+
+def _told_to_client(run: Run, fault: EngineFault) -> EngineFault:
+    """A fault speaks of the engine's insides and of whatever else ran there: that is for the log."""
+    request_id = run.request.request_id
+    logger.error("request %s met an engine fault at %s: %s", request_id, run.current, fault.message)
+    told = EngineFault("the engine broke while it worked on this request", code="engine_fault")
+    told.__cause__ = fault
+    return told
 
 
 def _deadline_exceeded() -> DeadlineExceeded:

@@ -104,6 +104,10 @@ class Worker(Candidate, Protocol):
     @property
     def fingerprint(self) -> Fingerprint: ...
 
+    @property
+    def advanced_at(self) -> float | None:
+        """When it last showed that it gets on with its work, anybody's; by the router's clock."""
+
     def assign(self, num_tokens: int) -> None:
         """Count a request of `num_tokens` tokens as outstanding here."""
 

@@ -20,6 +20,8 @@ class Run:
     """Token ids that the client has, by choice; those that have ended or were dropped are gone."""
     has_emitted: bool = False
     num_failures: int = 0
+    num_faults: int = 0
+    """Those of the failures that were an engine's fault: the request may be what breaks engines."""
     failed: set[WorkerIdentity] = field(default_factory=set)
     """Workers that let this request down; others are preferred."""
     current: WorkerIdentity | None = None
@@ -88,6 +90,11 @@ class Generation:
     def prompt_logprobs(self) -> tuple[Token, ...]:
         """What the request asked for, complete when the first delta is there."""
         return self._run.prompt_logprobs
+
+    @property
+    def current(self) -> WorkerIdentity | None:
+        """The worker that is, or was at the end, waited for."""
+        return self._run.current
 
     def __aiter__(self) -> Generation:
         return self

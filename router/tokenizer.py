@@ -13,6 +13,9 @@ import tokenizers
 from protocol.errors import InvalidRequest, StartupError
 from router.chat_template import ChatTemplate, Message
 
+LONG_TEXT_CHARACTERS = 8192
+"""Longer texts are to be tokenised in a thread, so that nobody's stream waits for that."""
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPECIAL_TOKEN_NAMES = (
     "bos_token",
@@ -36,13 +39,19 @@ class Tokenizer:
         backend.no_padding()
         self.backend = backend
         self.vocab_size = vocab_size or backend.get_vocab_size(with_added_tokens=True)
+        self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+        """Characters of text that one token can stand for, at most."""
         self._template = template
         self._bytes_of_char = _byte_level_chars() if _is_byte_level(backend) else {}
         self._added_ids = frozenset(backend.get_added_tokens_decoder())
 
     def encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of `text`. May take long for a long text, and lets other threads run meanwhile."""
-        return tuple(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        if len(text) <= LONG_TEXT_CHARACTERS:
+            return tuple(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # The library gives the interpreter's lock up only for batches.
+        batch = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(batch[0].ids)
 
     def encode_bad_word(self, word: str) -> list[tuple[int, ...]]:
         """The token sequences that spell a word: at the beginning of a text, and after a space.
@@ -53,10 +62,8 @@ class Tokenizer:
         spelled = (self.encode(word, False), self.encode(" " + word, False))
         return list(dict.fromkeys(ids for ids in spelled if ids))
 
-    def encode_chat(
-        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
-    ) -> tuple[int, ...]:
-        """Token ids of the rendered chat; special tokens are those that the template writes, none twice.
+    def render_chat(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
+        """The chat as the text to encode, with no special tokens but those that the template writes.
 
         Raises `InvalidRequest` when there is no template or it cannot render the messages.
         """
@@ -66,7 +73,7 @@ class Tokenizer:
                 param="messages",
                 code="no_chat_template",
             )
-        return self.encode(self._template.render(messages, variables), add_special_tokens=False)
+        return self._template.render(messages, variables)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a whole output, special tokens left out."""

@@ -34,9 +34,11 @@ class Member(Generic[LinkT]):
     def __init__(
         self,
         record: WorkerRecord,
+        *,
         connect: Connect,
         make_link: Callable[[Callable[[Any], None]], LinkT],
         ticks: Iterator[int],
+        clock: Clock,
         on_change: Callable[[], None],
     ) -> None:
         self.record = record
@@ -47,9 +49,11 @@ class Member(Generic[LinkT]):
         self.outstanding_tokens = 0
         self.last_assigned = 0
         self.load: Load = record.load
+        self.advanced_at: float | None = None
         self.connection: Connection = connect(record, self._on_frame, self._on_broken)
         self.client: LinkT = make_link(self.connection.send)
         self._ticks = ticks
+        self._clock = clock
         self._on_change = on_change
 
     @property
@@ -80,6 +84,8 @@ class Member(Generic[LinkT]):
         except ValueError as error:
             # This gives the stream up, so that the worker learns that nobody waits for the rest.
             raise EngineFault(f"{self.identity} sent a frame that makes no sense: {error}") from error
+        if _advances(frame, self.load, load):
+            self.advanced_at = self._clock()
         if load is not None:
             self.load = load
         if not was_up:
@@ -89,6 +95,15 @@ class Member(Generic[LinkT]):
         logger.warning("the stream to %s broke: %s", self.identity, error)
         self.client.on_broken(error)
         self._on_change()
+
+
+def _advances(frame: Any, before: Load, load: Load | None) -> bool:
+    """Whether a frame shows work that gets on: tokens, or what other routers' tokens do to the load."""
+    if frame.done if isinstance(frame, pb.PrefillFrame) else frame.deltas:
+        return True
+    if load is None or not (before.num_running and load.num_running):
+        return False
+    return load.num_waiting_tokens < before.num_waiting_tokens or load.blocks_free < before.blocks_free
 
 
 AnyMember = Member[PrefillLink] | Member[DecodeLink]
@@ -146,7 +161,7 @@ class WorkerSet:
 
     async def changed(self) -> None:
         if self._follower is None:
-            raise WorkerUnavailable("this router is stopped")
+            raise WorkerUnavailable("this router is stopped: it shuts down")
         await self._changed.wait()
 
     def _notify(self) -> None:
@@ -186,12 +201,24 @@ class WorkerSet:
     def _add(self, record: WorkerRecord) -> None:
         member: AnyMember
         if record.role is Role.PREFILL:
-            member = Member(record, self._connect, PrefillLink, self._ticks, self._notify)
+            member = self._member(record, PrefillLink)
         else:
-            member = Member(record, self._connect, DecodeLink, self._ticks, self._notify)
+            member = self._member(record, DecodeLink)
         self._members[record.identity] = member
         self._connecting[record.identity] = asyncio.create_task(
             self._start(member), name=f"connect to {record.identity}"
+        )
+
+    def _member(
+        self, record: WorkerRecord, make_link: Callable[[Callable[[Any], None]], LinkT]
+    ) -> Member[LinkT]:
+        return Member(
+            record,
+            connect=self._connect,
+            make_link=make_link,
+            ticks=self._ticks,
+            clock=self._clock,
+            on_change=self._notify,
         )
 
     async def _start(self, member: AnyMember) -> None:

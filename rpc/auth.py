@@ -7,7 +7,7 @@ handler runs, with `Unauthorized` (UNAUTHENTICATED).
 from __future__ import annotations
 
 import hmac
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, NoReturn
 
 import grpc
@@ -66,42 +66,4 @@ def _refusal_like(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHan
         _refuse,
         request_deserializer=handler.request_deserializer,
         response_serializer=handler.response_serializer,
-    )
-
-
-class UnaryToken(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
-    """Client side: puts the token on request-reply calls."""
-
-    def __init__(self, token: str) -> None:
-        self._value = credentials_of(token)
-
-    async def intercept_unary_unary(
-        self,
-        continuation: Callable[..., Any],
-        client_call_details: grpc.aio.ClientCallDetails,
-        request: object,
-    ) -> Any:
-        return await continuation(_with_token(client_call_details, self._value), request)
-
-
-class StreamToken(grpc.aio.StreamStreamClientInterceptor):  # type: ignore[type-arg]
-    """Client side: puts the token on bidirectional streams."""
-
-    def __init__(self, token: str) -> None:
-        self._value = credentials_of(token)
-
-    async def intercept_stream_stream(
-        self,
-        continuation: Callable[..., Any],
-        client_call_details: grpc.aio.ClientCallDetails,
-        request_iterator: AsyncIterable[Any] | Iterable[Any],
-    ) -> Any:
-        return await continuation(_with_token(client_call_details, self._value), request_iterator)
-
-
-def _with_token(details: grpc.aio.ClientCallDetails, value: str) -> grpc.aio.ClientCallDetails:
-    metadata = grpc.aio.Metadata(*(details.metadata or ()))
-    metadata.add(AUTHORIZATION, value)
-    return grpc.aio.ClientCallDetails(
-        details.method, details.timeout, metadata, details.credentials, details.wait_for_ready
     )

@@ -162,6 +162,8 @@ class EngineLink(Generic[CommandT, EventT]):
             fault = EngineFault(f"an event was not understood: {type(error).__name__}: {error}")
             fault.__cause__ = error
             self._health.report(fault)
+        if self._engine.fault is not None:  # at once: what is submitted from here on is lost
+            self._health.report(self._engine.fault)
 
     async def watch(self) -> None:
         """Report the engine's fault or death. Runs until then or until cancelled."""

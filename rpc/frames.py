@@ -50,6 +50,7 @@ class FrameOutbox(Generic[FrameT]):
         self._is_due = asyncio.Event()
         self._is_due.set()  # the first frame leaves at once: it tells the peer that all is well
         self._is_closed = False
+        self._is_finishing = False
         self._error: SplitserveError | None = None
 
     def pending(self) -> FrameT:
@@ -67,6 +68,12 @@ class FrameOutbox(Generic[FrameT]):
             self._error = error
             self._is_due.set()
 
+    def finish(self, error: SplitserveError) -> None:
+        """End the stream with an error, behind the frame that is pending now."""
+        if not self._is_closed:
+            self._is_finishing = self._num_pending > 0
+            self.close(error)
+
     async def next_frame(self) -> FrameT | None:
         """Wait for the next frame, a heartbeat at the latest; None after a close in peace.
 
@@ -76,11 +83,14 @@ class FrameOutbox(Generic[FrameT]):
         with suppress(TimeoutError):
             async with asyncio.timeout(self._heartbeat_s):
                 await self._is_due.wait()
-        if self._is_closed:
+        if self._is_closed and not self._is_finishing:
             if self._error is not None:
                 raise self._error
             return None
         self._in_flight = self.take()
+        if self._is_finishing:
+            self._is_finishing = False
+            self._is_due.set()  # the end follows at once
         return self._in_flight
 
     def take(self) -> FrameT:

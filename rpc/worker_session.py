@@ -53,6 +53,8 @@ class WorkerSession(Generic[CommandT, FrameT]):
         self._frame_timeout_s = frame_timeout_s
         self._peer = peer
         self._call: grpc.aio.StreamStreamCall[CommandT, FrameT] | None = None
+        self._sending = asyncio.Lock()
+        """gRPC takes one write at a time."""
         self._task: asyncio.Task[None] | None = None
         self._connected_at_s = 0.0
         self._backoff_s = MIN_BACKOFF_S
@@ -77,7 +79,7 @@ class WorkerSession(Generic[CommandT, FrameT]):
         if call is None:
             raise WorkerUnavailable(f"{self._peer}: not connected")
         try:
-            async with asyncio.timeout(self._frame_timeout_s):
+            async with asyncio.timeout(self._frame_timeout_s), self._sending:
                 await call.write(command)
         except asyncio.CancelledError as error:
             if _is_being_cancelled() or not call.cancelled():

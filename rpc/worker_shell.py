@@ -91,7 +91,7 @@ class WorkerShell(Generic[CommandT, EventT]):
             fingerprint=self.profile.fingerprint,
             max_model_len=self.profile.max_model_len,
             load=self.engine.stats.load,
-            draining=self.is_draining,
+            draining=self.is_draining or self.health.fault is not None,
         )
 
     async def start(self, registrars: Iterable[Registrar], host: str, port: int) -> str:
@@ -139,10 +139,15 @@ class WorkerShell(Generic[CommandT, EventT]):
     def refusal(self) -> SplitserveError | None:
         """Why no new request can be taken now; None when it can."""
         if self.health.fault is not None:
-            return self.health.fault
+            return self.unfit()
         if self.is_draining:
             return WorkerUnavailable(f"{self.profile.identity.worker_id} is shutting down")
         return None
+
+    def unfit(self) -> WorkerUnavailable:
+        """What a router is told about a worker that is broken for good, beside the fault of its requests:
+        this stream leads nowhere, and there is no point in another one."""
+        return WorkerUnavailable(f"{self.profile.identity.worker_id} is broken and will be replaced")
 
     def _invalidate_cache(self, token_ids: tuple[int, ...] | None, cache_salt: str | None) -> None:
         self.check_health()  # a broken engine would not hear it

@@ -24,12 +24,7 @@ LAYERS = {
 }
 
 ALLOWED_IN = {
-    "ray": (
-        "cluster/",
-        "router/deployment.py",
-        "prefill_worker/deployment.py",
-        "decode_worker/deployment.py",
-    ),
+    "ray": ("cluster/",),
     "nixl": ("kv_transfer/nixl.py",),
     "triton": ("engine/ops/",),
     "torch": ("engine/", "cluster/"),

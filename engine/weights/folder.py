@@ -21,8 +21,6 @@ class ModelFolder:
     config: dict[str, Any]
     generation_config: dict[str, Any]
     """Empty when the folder has none."""
-    chat_template: str | None
-    """Jinja source; None for a model that has no chat format."""
     revision: str
     """Digest of config and weights: equal content has equal revisions wherever it lies."""
 
@@ -65,7 +63,6 @@ def open_folder(path: Path, *, name: str) -> ModelFolder:
         name=name,
         config=config,
         generation_config=_read_json(path / "generation_config.json", optional=True),
-        chat_template=_chat_template(path),
         revision=content_digest(config, read_checkpoint(path)),
     )
 
@@ -80,16 +77,3 @@ def _read_json(file: Path, *, optional: bool = False) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise StartupError(f"{file} holds a {type(found).__name__} where an object is due")
     return found
-
-
-def _chat_template(path: Path) -> str | None:
-    """From chat_template.jinja (newer), chat_template.json or tokenizer_config.json (older)."""
-    if (path / "chat_template.jinja").is_file():
-        return (path / "chat_template.jinja").read_text(encoding="utf-8")
-    for name in ("chat_template.json", "tokenizer_config.json"):
-        found = _read_json(path / name, optional=True).get("chat_template")
-        if isinstance(found, str):
-            return found
-        if isinstance(found, list):  # several named ones
-            return {entry["name"]: entry["template"] for entry in found}.get("default")
-    return None

@@ -23,19 +23,17 @@ def load_weights(
     folder: ModelFolder,
     dtype: torch.dtype,
     *,
-    expected: Iterable[str] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, torch.Tensor]:
     """The model's tensors on the CPU, by Hugging Face name.
 
     A tensor that is stored as `dtype` is a read-only view of the mapped file: workers on one machine
     share its pages, and it must not be written to. The others are cast, one after the other.
-    The output projection of a model with tied embeddings is left out. With `expected`, every name in
-    it must be there. Raises `StartupError` that names the file and what to do.
+    The output projection of a model with tied embeddings is left out. Raises `StartupError` that names
+    the file and what to do.
     """
     stored = [tensor for tensor in read_checkpoint(folder.path) if _is_needed(tensor, folder)]
     _check_types(stored)
-    _check_expected(folder, stored, expected)
     stored.sort(key=lambda tensor: (tensor.file, tensor.offset))  # reads each file from front to back
     weights: dict[str, torch.Tensor] = {}
     total_bytes = sum(tensor.num_bytes for tensor in stored)
@@ -73,15 +71,3 @@ def _check_types(tensors: Iterable[StoredTensor]) -> None:
                 f"{tensor.file} stores {tensor.name!r} as {tensor.dtype}, which is not supported: "
                 f"use a model stored as one of {', '.join(_FLOAT_TYPES)}, or a GGUF"
             )
-
-
-def _check_expected(
-    folder: ModelFolder, stored: Iterable[StoredTensor], expected: Iterable[str] | None
-) -> None:
-    missing = sorted(set(expected or ()) - {tensor.name for tensor in stored})
-    if missing:
-        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        raise StartupError(
-            f"{folder.path} lacks {len(missing)} tensors that its config.json calls for ({shown}): "
-            "the weights are incomplete or belong to another model; download the model again"
-        )

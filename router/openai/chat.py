@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from protocol.errors import InvalidRequest
-from router.openai.parameters import Fields, refuse_extras
+from router.openai.parameters import Fields, refuse_extras, shortened
 from router.openai.sampling import MAX_LOGPROBS, CommonFields
 
 _IGNORED_WHEN_EMPTY = frozenset(
@@ -34,7 +34,7 @@ class ChatMessage(Fields):
         for part in value:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text":
-                raise ValueError(f"parts of type {kind!r} are not supported, only text")
+                raise ValueError(f"parts of type {shortened(repr(kind))} are not supported, only text")
             if type(part.get("text")) is not str:
                 raise ValueError("a text part needs a string in its field text")
         return value

@@ -54,6 +54,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Known fields that are not supported yet, with the values (besides null) that ask for nothing."""
 
+MAX_ECHOED_CHARACTERS = 64
+
 ModelT = TypeVar("ModelT", bound="Fields")
 
 
@@ -84,6 +86,11 @@ def parse_body(body: bytes) -> dict[str, Any]:
     return content
 
 
+def shortened(text: str) -> str:
+    """What an error says of a text that a client sent: its beginning."""
+    return text if len(text) <= MAX_ECHOED_CHARACTERS else f"{text[:MAX_ECHOED_CHARACTERS]}..."
+
+
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
@@ -102,7 +109,8 @@ def _first_problem(error: ValidationError) -> InvalidRequest:
     problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
     param = ""
     for step in problem["loc"]:
-        param += f"[{step}]" if isinstance(step, int) else f".{step}" if param else step
+        name = f"[{step}]" if isinstance(step, int) else shortened(step)
+        param += f".{name}" if param and isinstance(step, str) else name
     code = "missing_required_parameter" if problem["type"] == "missing" else "invalid_value"
     text = problem["msg"].removeprefix("Value error, ")
     return InvalidRequest(f"{param}: {text}" if param else text, param=param or None, code=code)
@@ -113,7 +121,7 @@ def refuse_extras(extras: Mapping[str, Any], where: str = "") -> None:
     for name, value in extras.items():
         if value is None or name in HARMLESS:
             continue
-        param = where + name
+        param = where + shortened(name)
         if name not in NEUTRAL:
             raise InvalidRequest(
                 f"unrecognized request argument: {param}", param=param, code="unknown_parameter"

@@ -12,11 +12,9 @@ from protocol.ids import RequestId
 from router.answers import TextRequest
 from router.openai.chat import ChatRequest
 from router.openai.completions import DEFAULT_MAX_TOKENS, CompletionRequest
+from router.openai.parameters import shortened
 from router.openai.sampling import CommonFields, bound_output, check_token_ids, sampling_params
-from router.tokenizer import Tokenizer
-
-LONG_TEXT_CHARACTERS = 8192
-"""Longer texts are tokenised in a thread, so that nobody's stream waits for that."""
+from router.tokenizer import LONG_TEXT_CHARACTERS, Tokenizer
 
 MAX_PROMPT_SCORES = 200_000
 """They cross the wire in one message, whose reading holds everybody else up for a fraction of a second."""
@@ -36,9 +34,9 @@ class Preparer:
         self.check_model(fields.model)
         messages = [message.as_template_input() for message in fields.messages]
         variables = fields.chat_template_kwargs
-        prompt = await _encoded(
-            lambda: self.tokenizer.encode_chat(messages, variables),
-            sum(len(message["content"]) for message in messages),
+        prompt = await _apart_if_long(
+            lambda: self._encode(self.tokenizer.render_chat(messages, variables), False, "messages"),
+            len(repr(variables)) + sum(len(text) for message in messages for text in message.values()),
         )
         check_token_ids(prompt, self.tokenizer.vocab_size, "messages")
         max_tokens = bound_output(fields.asked_tokens, None, len(prompt), self.max_model_len)
@@ -76,7 +74,7 @@ class Preparer:
         """The token ids of a prompt, at least one. Raises `InvalidRequest`."""
         if isinstance(prompt, str):
             text = prompt
-            prompt = await _encoded(lambda: self.tokenizer.encode(text, adds_special), len(text))
+            prompt = await _apart_if_long(lambda: self._encode(text, adds_special, "prompt"), len(text))
         if not prompt:
             raise InvalidRequest(
                 "prompt: must have at least one token", param="prompt", code="invalid_value"
@@ -85,6 +83,17 @@ class Preparer:
         check_token_ids(prompt, self.tokenizer.vocab_size, "prompt")
         return prompt
 
+    def _encode(self, text: str, adds_special: bool, param: str) -> tuple[int, ...]:
+        """Raises `InvalidRequest`, without tokenising, for a text that is too long however it is split."""
+        if len(text) > self.max_model_len * self.tokenizer.longest_token:
+            raise InvalidRequest(
+                f"this model's context is {self.max_model_len} tokens; a prompt of {len(text)} characters"
+                " does not fit",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return self.tokenizer.encode(text, adds_special)
+
     def _text_of(self, prompt: str | tuple[int, ...]) -> str:
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
@@ -92,7 +101,8 @@ class Preparer:
         """Raise `NotFound` unless `model` is the one that is served."""
         if model != self.served_model_name:
             raise NotFound(
-                f"the model {model!r} does not exist here; there is {self.served_model_name!r}",
+                f"the model {shortened(repr(model))} does not exist here;"
+                f" there is {self.served_model_name!r}",
                 param="model",
                 code="model_not_found",
             )
@@ -145,5 +155,5 @@ def _check_scores(num_prompt_tokens: int, prompt_logprobs: int | None) -> None:
         )
 
 
-async def _encoded(encode: Callable[[], tuple[int, ...]], num_characters: int) -> tuple[int, ...]:
+async def _apart_if_long(encode: Callable[[], tuple[int, ...]], num_characters: int) -> tuple[int, ...]:
     return await asyncio.to_thread(encode) if num_characters > LONG_TEXT_CHARACTERS else encode()

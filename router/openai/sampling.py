@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from protocol.errors import InvalidRequest
 from protocol.generation import SamplingParams
-from router.openai.parameters import Fields, refuse_extras
+from router.openai.parameters import Fields, refuse_extras, shortened
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1000
@@ -136,7 +136,8 @@ def sampling_params(
     """
     if fields.min_tokens is not None and fields.min_tokens > max_tokens:
         raise InvalidRequest(
-            f"min_tokens ({fields.min_tokens}) is above the output's bound of {max_tokens} tokens",
+            f"min_tokens ({shortened(str(fields.min_tokens))}) is above the output's bound of"
+            f" {max_tokens} tokens",
             param="min_tokens",
             code="invalid_value",
         )
@@ -193,6 +194,10 @@ def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int
             raise InvalidRequest(
                 "the keys of logit_bias must be token ids", param="logit_bias", code="invalid_value"
             )
+        if int(key) in found:
+            raise InvalidRequest(
+                f"logit_bias names token {int(key)} twice", param="logit_bias", code="invalid_value"
+            )
         found[int(key)] = float(bias)
     check_token_ids(tuple(found), vocab_size, "logit_bias")
     return tuple(sorted(found.items()))
@@ -203,7 +208,7 @@ def check_token_ids(token_ids: tuple[int, ...], vocab_size: int, param: str) -> 
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         bad = next(t for t in token_ids if not 0 <= t < vocab_size)
         raise InvalidRequest(
-            f"{param}: token id {bad} is not in the vocabulary of {vocab_size} tokens",
+            f"{param}: token id {shortened(str(bad))} is not in the vocabulary of {vocab_size} tokens",
             param=param,
             code="invalid_value",
         )
@@ -217,7 +222,7 @@ def bound_output(asked: int | None, default: int | None, num_prompt_tokens: int,
     room = max_model_len - num_prompt_tokens
     wanted = asked if asked is not None else min(default or room, room)
     if room < 1 or wanted > room:
-        asked_text = f" and {asked} tokens of output" if asked is not None else ""
+        asked_text = f" and {shortened(str(asked))} tokens of output" if asked is not None else ""
         raise InvalidRequest(
             f"this model's context is {max_model_len} tokens; {num_prompt_tokens} tokens of"
             f" prompt{asked_text} do not fit",

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from tiny_clusters import tiny_config, tiny_model
 
+from cluster.compose import open_model
+from cluster.engine_parts import build_engine
 from cluster.local import LocalCluster
 from protocol.errors import EngineFault, StartupError
 
@@ -42,6 +44,12 @@ async def test_part_that_cannot_be_stopped_keeps_no_other_from_its_end(model: Pa
     with pytest.raises((TimeoutError, EngineFault)):
         await cluster.stop()
     assert stopped == ["router", "d0", "d1", "p0"]
+
+
+def test_bounds_of_a_pool_reach_its_scheduler(model: Path) -> None:
+    config = tiny_config(model, decode__max_num_prefill_tokens=48)
+    engines = [build_engine(config, pool, open_model(config)) for pool in (config.prefill, config.decode)]
+    assert [engine.scheduler.max_num_prefill_tokens for engine in engines] == [None, 48]
 
 
 async def test_port_that_another_program_shares_is_refused(model: Path) -> None:

@@ -503,6 +503,15 @@ async def test_workers_that_disagree_exchange_nothing_and_say_why() -> None:
         assert "r2" in caught.value.message
 
 
+async def refuses(line: Line, stub: Any, worker: PrefillWorker | DecodeWorker) -> None:
+    """An unfit worker keeps no stream, lets nobody open another one, and says so to the directory."""
+    async with asyncio.timeout(LIMIT_S):
+        assert isinstance(await line.broken.get(), WorkerUnavailable)
+    with pytest.raises(WorkerUnavailable, match="is broken and will be replaced"):
+        await Line(stub, line.channel).session.start()
+    assert worker.record().draining
+
+
 async def test_read_that_never_ends_makes_the_decode_worker_unfit() -> None:
     pair = Pair(fetch_limit_s=0.2)
     pair.network.faults.script(FaultKind.STALL)
@@ -511,8 +520,7 @@ async def test_read_that_never_ends_makes_the_decode_worker_unfit() -> None:
             await router.generate(make_request())
         with pytest.raises(EngineFault):
             pair.decode.check_health()
-        with pytest.raises(EngineFault):
-            await router.generate(make_request("later"))
+        await refuses(router.d, DecodeWorkerStub, pair.decode)
 
 
 async def test_broken_engine_fails_its_requests_and_makes_the_worker_unfit() -> None:
@@ -523,8 +531,7 @@ async def test_broken_engine_fails_its_requests_and_makes_the_worker_unfit() -> 
             await router.prefill(make_request())
         with pytest.raises(EngineFault):
             pair.prefill.check_health()
-        with pytest.raises(EngineFault):
-            await router.prefill(make_request("later"))
+        await refuses(router.p, PrefillWorkerStub, pair.prefill)
 
 
 async def test_stop_during_work_is_told_to_the_router_and_loses_no_block() -> None:

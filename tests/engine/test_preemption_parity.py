@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
+from typing import Any
 
 import pytest
 from tiny_models import BLOCK_SIZE, CPU, Twins, make_prompt, make_twins
@@ -54,16 +55,10 @@ def twins() -> Twins:
 def requests() -> Iterator[AddSequence]:
     """14 requests of 18 choices, of 20 to 110 tokens each when they end."""
     system = make_prompt(35, seed=9)
-    ways = (
+    ways: tuple[dict[str, Any], ...] = (
         {"temperature": 0.0},
         {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.2},
-        {
-            "temperature": 0.7,
-            "top_k": 20,
-            "presence_penalty": 0.5,
-            "frequency_penalty": 0.3,
-            "min_tokens": 5,
-        },
+        {"temperature": 0.7, "top_k": 20, "presence_penalty": 0.5, "frequency_penalty": 0.3},
         {"temperature": 1.1, "min_p": 0.02, "bad_words": ((7,), (8, 9)), "logit_bias": ((11, 2.0),)},
     )
     for i in range(14):
@@ -74,7 +69,7 @@ def requests() -> Iterator[AddSequence]:
             seed=100 + i,
             ignore_eos=i % 3 > 0,
             logprobs=1,
-            **ways[i % len(ways)],  # type: ignore[arg-type]
+            **ways[i % len(ways)],
         )
         yield AddSequence(
             SequenceId(f"r{i}"),

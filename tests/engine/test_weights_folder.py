@@ -87,23 +87,6 @@ def test_end_tokens_come_from_the_generation_config_first(
     assert resolve(folder).eos_token_ids == ends
 
 
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("chat_template.jinja", "T"),
-        ("tokenizer_config.json", '{"chat_template": "T"}'),
-        ("tokenizer_config.json", '{"chat_template": [{"name": "default", "template": "T"}]}'),
-    ],
-)
-def test_chat_template_is_found_where_either_version_keeps_it(
-    tmp_path: Path, file: str, content: str
-) -> None:
-    folder = write_folder(tmp_path / "m")
-    assert resolve(folder).chat_template is None
-    (folder / file).write_text(content)
-    assert resolve(folder).chat_template == "T"
-
-
 def test_tokenizer_is_asked_for_only_by_who_needs_it(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m")
     with pytest.raises(StartupError, match=r"tokenizer\.json"):
@@ -215,13 +198,6 @@ def test_lfs_pointer_is_recognised(tmp_path: Path) -> None:
     file = write_folder(tmp_path / "m") / "model.safetensors"
     file.write_bytes(b"version https://git-lfs\noid sha256:0\nsize 1\n")
     refused(tmp_path / "m", "git lfs pull")
-
-
-def test_tensors_that_the_model_calls_for_must_be_there(tmp_path: Path) -> None:
-    folder = resolve(write_folder(tmp_path / "m"))
-    assert load_weights(folder, torch.float32, expected=tensors_of("llama"))
-    with pytest.raises(StartupError, match=r"lacks 1 tensors .*model\.more"):
-        load_weights(folder, torch.float32, expected=["model.norm.weight", "model.more"])
 
 
 def test_integer_weights_are_refused(tmp_path: Path) -> None:

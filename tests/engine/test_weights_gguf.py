@@ -109,7 +109,8 @@ def test_config_says_what_the_file_says(tmp_path: Path) -> None:
     assert {key: folder.config[key] for key in wanted} == wanted
     assert folder.eos_token_ids == (2,)
     assert folder.generation_config["bos_token_id"] == 1
-    assert folder.chat_template == TEMPLATE
+    tokenizer_config = json.loads((folder.path / "tokenizer_config.json").read_text())
+    assert tokenizer_config["chat_template"] == TEMPLATE
 
 
 def test_all_end_tokens_of_the_file_are_kept(tmp_path: Path) -> None:

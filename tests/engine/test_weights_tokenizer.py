@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -156,4 +157,5 @@ def test_demo_models_ids_are_those_of_transformers(tmp_path: Path) -> None:
     converted = Tokenizer.from_file(str(folder.tokenizer_path))
     for text in TEXTS:
         assert ids(converted, text) == ids(reference, text), text
-    assert folder.chat_template == config["chat_template"]
+    tokenizer_config = json.loads((folder.path / "tokenizer_config.json").read_text())
+    assert tokenizer_config["chat_template"] == config["chat_template"]

@@ -10,7 +10,7 @@ import pytest
 from openai import APIStatusError, AsyncOpenAI
 from router_kit import MAX_MODEL_LEN, MODEL, Bench, bench
 
-from protocol.errors import EngineFault
+from protocol.errors import EngineFault, LayoutMismatch
 from protocol.generation import Receipt
 from protocol.ids import Role
 
@@ -155,7 +155,7 @@ async def test_seed_is_drawn_or_taken_modulo_two_to_the_64() -> None:
 
 async def test_error_before_the_first_token_has_a_status_even_for_streams() -> None:
     async with bench(num_retries=0) as running, running.client() as client:
-        running.prefill.failures = [EngineFault("boom", code="x")]
+        running.prefill.failures = [LayoutMismatch("boom", code="x")]
         answer = await client.post("/v1/chat/completions", json=CHAT | {"stream": True})
         assert answer.status_code == 500
         assert answer.json()["error"] == {
@@ -168,7 +168,7 @@ async def test_error_before_the_first_token_has_a_status_even_for_streams() -> N
 
 async def test_error_after_the_first_token_is_an_event_and_no_done_follows() -> None:
     async with bench(num_retries=0) as running, running.client() as client:
-        running.decode.failures = [EngineFault("boom")]
+        running.decode.failures = [LayoutMismatch("boom")]
         answer = await client.post("/v1/chat/completions", json=CHAT | {"stream": True})
         assert answer.status_code == 200
         received = events(answer.text)
@@ -233,7 +233,7 @@ async def test_ready_follows_the_canary_whose_requests_are_no_users() -> None:
 async def test_failing_handoffs_make_the_service_not_ready() -> None:
     async with bench(num_decode=0, num_retries=0) as running, running.client() as client:
         worker = running.cluster.add_worker(Role.DECODE)
-        worker.failures = [EngineFault("no way")] * 5
+        worker.failures = [LayoutMismatch("no way")] * 5
         await running.until(lambda: len(worker.failures) < 5)
         answer: httpx.Response = await client.get("/ready")
         assert answer.status_code == 503

@@ -109,10 +109,23 @@ async def test_same_worker_is_tried_again_when_it_is_the_only_one() -> None:
 
 async def test_retries_are_bounded() -> None:
     async with bench(TEXT, num_retries=2) as running:
-        running.prefill.failures = [EngineFault(f"number {n}") for n in range(5)]
-        with pytest.raises(EngineFault, match="number 2"):
+        running.prefill.failures = [LeaseExpired(f"number {n}") for n in range(5)]
+        with pytest.raises(LeaseExpired, match="number 2"):
             await text_of(running, request(running))
         assert len(running.prefill.requests) == 3
+
+
+async def test_request_that_breaks_two_engines_gets_no_third_one(caplog: pytest.LogCaptureFixture) -> None:
+    async with bench(TEXT, num_prefill=3) as running:
+        for worker in running.workers(Role.PREFILL):
+            worker.failures = [EngineFault("no finite logit for sequences other#1")]
+        with pytest.raises(EngineFault) as caught:
+            await text_of(running, request(running))
+        assert "other" not in caught.value.message  # whose requests those are is no client's business
+        assert "other#1" in caplog.text
+        assert sorted(len(worker.requests) for worker in running.workers(Role.PREFILL)) == [0, 1, 1]
+        for worker in running.workers(Role.PREFILL):
+            worker.failures.clear()
 
 
 async def test_failure_that_is_not_retryable_ends_the_request() -> None:

@@ -216,15 +216,14 @@ class GarblingPrefill(EchoPrefill):
     """Answers the first submit of all with a frame that makes no sense, and is well afterwards."""
 
     def __init__(self) -> None:
-        self.num_open = 0
         self.num_opened = 0
+        self.first_is_over = asyncio.Event()
 
     async def Serve(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
-        self.num_open += 1
         self.num_opened += 1
+        if self.num_opened > 1:
+            return await super().Serve(request_iterator, context)
         try:
-            if self.num_opened > 1:
-                return await super().Serve(request_iterator, context)
             outbox: FrameOutbox[pb.PrefillFrame] = FrameOutbox(pb.PrefillFrame, lambda frame: None)
             await run_session(
                 request_iterator,
@@ -233,7 +232,7 @@ class GarblingPrefill(EchoPrefill):
                 context.write,
             )
         finally:
-            self.num_open -= 1
+            self.first_is_over.set()
 
 
 class EchoDecode(DecodeWorkerServicer):
@@ -326,8 +325,7 @@ async def test_worker_whose_frame_makes_no_sense_learns_that_nobody_waits_and_is
                 await workers.changed()
             done = await workers.prefill_workers()[0].client.prefill(REQUEST)
             assert done.firsts[0].tokens[0].token_id == 2
-            while prefill.num_open > 1:
-                await asyncio.sleep(0.01)
+            await prefill.first_is_over.wait()
         assert prefill.num_opened == 2
     finally:
         await workers.stop()

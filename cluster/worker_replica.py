@@ -1,7 +1,7 @@
-"""The decode worker as a Ray Serve replica: Serve starts, watches and replaces it.
+"""A worker of either role as a Ray Serve replica: Serve starts, watches and replaces it.
 
-No request passes through Serve: routers reach the worker by its own gRPC server,
-whose address they learn from the directory.
+No request passes through Serve: routers, and decode workers those of prefill, reach the worker by its
+own gRPC server, whose address they learn from the directory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Worker(Protocol):
         """Raise when the worker must be replaced."""
 
 
-class DecodeWorkerReplica:
+class WorkerReplica:
     """One replica; `build` makes the worker from the replica's own name, which no other ever has."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
