@@ -13,6 +13,7 @@ from router_kit import MAX_MODEL_LEN, MODEL, Bench, bench
 from protocol.errors import EngineFault, LayoutMismatch
 from protocol.generation import Receipt
 from protocol.ids import Role
+from protocol.membership import Load
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 
@@ -279,3 +280,40 @@ async def test_metrics_merge_router_and_workers() -> None:
         assert "splitserve_time_to_first_token_seconds_count 1.0" in text
         assert "splitserve_inter_token_latency_seconds_count 2.0" in text
         assert 'splitserve_http_responses_total{path="/v1/completions",status="200"} 1.0' in text
+
+
+async def test_handoff_that_had_no_turn_at_a_busy_worker_leaves_the_service_ready() -> None:
+    changes = {"canary_interval_s": 0.01, "canary_timeout_s": 0.02}
+    async with bench(**changes) as running:
+        router, worker = running.router, running.prefill
+        worker.num_until_pause = 0
+        await running.until(lambda: router.not_ready_because() is not None)  # nothing moves there
+        assert all(request.priority == -(2**31) for request in worker.requests)
+        waiting_tokens = 1_000_000
+
+        def is_ready_while_it_works() -> bool:
+            nonlocal waiting_tokens
+            waiting_tokens -= 512
+            worker.report(Load(num_running=1, num_waiting=3, num_waiting_tokens=waiting_tokens))
+            return router.not_ready_because() is None
+
+        await running.until(is_ready_while_it_works)
+        await running.until(lambda: router.not_ready_because() is not None)  # it has stopped again
+        worker.resume()
+
+
+async def test_failed_handoff_counts_however_busy_the_worker_is() -> None:
+    changes = {"canary_interval_s": 0.01, "canary_timeout_s": 0.02, "num_retries": 0}
+    async with bench(**changes) as running:
+        router, worker = running.router, running.decode
+        worker.failures = [LayoutMismatch("no way")] * 1000
+        waiting_tokens = 1_000_000
+
+        def is_unready_while_it_works() -> bool:
+            nonlocal waiting_tokens
+            waiting_tokens -= 512
+            worker.report(Load(num_running=1, num_waiting_tokens=waiting_tokens))
+            return router.not_ready_because() is not None
+
+        await running.until(is_unready_while_it_works)
+        worker.failures.clear()

@@ -164,3 +164,11 @@ def test_tokenising_needs_neither_torch_nor_transformers() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("backend", [byte_level_backend(), byte_fallback_backend()])
+def test_long_texts_have_the_tokens_of_the_plain_encoder(backend: Any) -> None:
+    text = "hello w\u00e9 worlds, all of them " * 1000
+    for adds_special in (False, True):
+        expected = backend.encode(text, add_special_tokens=adds_special).ids
+        assert list(Tokenizer(backend).encode(text, adds_special)) == expected

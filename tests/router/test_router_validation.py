@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from router_kit import MAX_MODEL_LEN, MODEL, bench
+from router_kit import MAX_MODEL_LEN, MODEL, bench, byte_level_backend
+
+from router import Tokenizer
+from router.chat_template import ChatTemplate
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": MODEL, "prompt": "hi"}
@@ -312,3 +316,51 @@ async def test_text_with_tokens_that_the_model_has_no_rows_for_is_refused() -> N
         answer = await client.post("/v1/completions", json=TEXT)
         assert answer.status_code == 400
         assert "not in the vocabulary" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("field", ["content", "name", "reasoning_content"])
+async def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(field: str) -> None:
+    class NoTokenizer:
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"{name} of a text that cannot fit")
+
+    template = "{{ messages[0].content }}{{ messages[0].name }}{{ messages[0].reasoning_content }}"
+    async with bench() as running, running.client() as client:
+        tokenizer: Any = Tokenizer(byte_level_backend(), ChatTemplate(template, {}))
+        tokenizer.backend = NoTokenizer()
+        running.router.preparer = replace(running.router.preparer, tokenizer=tokenizer)
+        long = "x" * (MAX_MODEL_LEN * tokenizer.longest_token + 1)
+        message = {"role": "user", "content": "hi", field: long}
+        answers = [
+            await client.post("/v1/chat/completions", json=CHAT | {"messages": [message]}),
+            await client.post("/v1/completions", json=TEXT | {"prompt": long}),
+        ]
+    for answer, param in zip(answers, ("messages", "prompt"), strict=True):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        TEXT | {"model": "m" * 100_000},
+        TEXT | {"f" * 100_000: 1},
+        TEXT | {"stream": True, "stream_options": {"f" * 100_000: 1}},
+        TEXT | {"logit_bias": {"f" * 100_000: "x"}},
+        TEXT | {"min_tokens": int("9" * 4000)},
+        TEXT | {"max_tokens": int("9" * 4000)},
+        TEXT | {"prompt": [int("9" * 4000)]},
+    ],
+)
+async def test_errors_echo_little_of_what_a_client_sent(body: dict[str, Any]) -> None:
+    async with bench() as running, running.client() as client:
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code in {400, 404}
+        assert len(answer.content) < 600
+
+
+async def test_token_that_is_biased_twice_is_refused() -> None:
+    async with bench() as running, running.client() as client:
+        answer = await client.post("/v1/completions", json=TEXT | {"logit_bias": {"05": 1, "5": -1}})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logit_bias")

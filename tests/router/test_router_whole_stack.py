@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from router_kit import MODEL, SETTINGS, byte_level_tokenizer
 from worker_fakes import BLOCK_SIZE, CLUSTER_TOKEN, FINGERPRINT, P0, MemoryDirectory
@@ -36,7 +37,7 @@ class Stack:
     prefill: PrefillWorker
     decodes: list[DecodeWorker]
     stations: list[Station]
-    """Of the prefill worker first, then of the decode workers."""
+    """Of the prefill workers first, then of the decode workers."""
 
     async def complete(self, **more: Any) -> httpx.Response:
         body = {"model": MODEL, "prompt": PROMPT, "seed": SEED, "return_token_ids": True}
@@ -44,18 +45,24 @@ class Stack:
 
 
 @asynccontextmanager
-async def stack(num_decode: int = 1, **scheduler: Any) -> AsyncIterator[Stack]:
-    """Started and proved to work; at the end no block is lost. `scheduler`: of the prefill worker."""
+async def stack(num_decode: int = 1, num_prefill: int = 1, **scheduler: Any) -> AsyncIterator[Stack]:
+    """Started and proved to work; at the end no block is lost. `scheduler`: of the prefill workers."""
     network, directory = LoopbackNetwork(), MemoryDirectory()
     identities = [WorkerIdentity(WorkerId(f"d{i}"), f"d-{i}") for i in range(num_decode)]
-    stations = [Station(P0, network, **scheduler), *(Station(i, network) for i in identities)]
-    prefill = PrefillWorker(
-        profile=profile(P0, FINGERPRINT),
-        make_engine=stations[0].engine,
-        transport=stations[0].transport,
-        directory=directory,
-        config=PrefillWorkerConfig(),
-    )
+    owners = [P0, *(WorkerIdentity(WorkerId(f"p{i}"), f"p-{i}") for i in range(1, num_prefill))]
+    stations = [Station(i, network, **scheduler) for i in owners] + [
+        Station(i, network) for i in identities
+    ]
+    prefills = [
+        PrefillWorker(
+            profile=profile(identity, FINGERPRINT),
+            make_engine=station.engine,
+            transport=station.transport,
+            directory=directory,
+            config=PrefillWorkerConfig(),
+        )
+        for identity, station in zip(owners, stations[:num_prefill], strict=True)
+    ]
     decodes = [
         DecodeWorker(
             profile=profile(identity, FINGERPRINT),
@@ -64,7 +71,7 @@ async def stack(num_decode: int = 1, **scheduler: Any) -> AsyncIterator[Stack]:
             directory=directory,
             config=DecodeWorkerConfig(),
         )
-        for identity, station in zip(identities, stations[1:], strict=True)
+        for identity, station in zip(identities, stations[num_prefill:], strict=True)
     ]
     router = Router(
         settings=replace(SETTINGS, metrics_timeout_s=5.0),
@@ -75,7 +82,7 @@ async def stack(num_decode: int = 1, **scheduler: Any) -> AsyncIterator[Stack]:
         cluster_token=CLUSTER_TOKEN,
     )
     transport = httpx.ASGITransport(app=build_app(router))
-    workers = [prefill, *decodes]
+    workers = [*prefills, *decodes]
     async with httpx.AsyncClient(transport=transport, base_url="http://router", timeout=30) as client:
         try:
             for worker in workers:
@@ -83,13 +90,16 @@ async def stack(num_decode: int = 1, **scheduler: Any) -> AsyncIterator[Stack]:
             await router.start()
             await until(lambda: router.not_ready_because() is None)
             await until(lambda: len(router.workers.decode_workers()) == num_decode)
-            yield Stack(router, client, prefill, decodes, stations)
+            await until(lambda: len(router.workers.prefill_workers()) == num_prefill)
+            yield Stack(router, client, prefills[0], decodes, stations)
             router.assert_idle()
         finally:
             await router.stop()
             for worker in workers:
                 await worker.stop()
     for station in stations:
+        if station.breaks:
+            continue  # nobody asks a broken engine where its blocks are
         station.core.check_integrity()
         station.core.assert_idle()
 
@@ -213,3 +223,20 @@ async def test_one_page_shows_what_every_engine_has_done() -> None:
         value("iteration_num_seqs_count", "decode", "d0")
     )
     assert value("sampled_tokens_total", "decode", "d0") == 3 * 9 + 1
+
+
+@pytest.mark.parametrize("broken", [0, 2])
+async def test_requests_go_on_elsewhere_when_an_engine_breaks(broken: int) -> None:
+    """Of a prefill worker, and of a decode worker; its worker takes itself out of the way."""
+    async with stack(num_decode=2, num_prefill=2) as running:
+        for station in running.stations:
+            station.gate_s = 0.005
+        station = running.stations[broken]
+        station.breaks = is_prefill = broken < 2  # too quick to be caught in the middle
+        tasks = [asyncio.create_task(running.complete(max_tokens=40)) for _ in range(6)]
+        await until(lambda: is_prefill or bool(station.core.live_sequence_ids))
+        station.breaks = True
+        for answer in await asyncio.gather(*tasks):
+            assert answer.json()["choices"][0]["token_ids"] == oracle(0, 40)
+        members = running.router.workers
+        assert len(members.prefill_workers()) + len(members.decode_workers()) == 3

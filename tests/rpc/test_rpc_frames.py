@@ -153,3 +153,26 @@ async def test_command_handler_that_breaks_ends_the_session_loudly() -> None:
     peer.commands.put_nowait("x")
     with pytest.raises(ZeroDivisionError):
         await session
+
+
+@virtual_time
+async def test_finish_sends_what_is_pending_before_the_error() -> None:
+    peer, box = Peer(), outbox()
+    session = peer.serve(box)
+    await settle()
+    box.pending().append("failed")
+    box.finish(WorkerUnavailable("broken"))
+    with pytest.raises(WorkerUnavailable, match="broken"):
+        await session
+    assert peer.frames == [["load"], ["failed", "load"]]
+
+
+@virtual_time
+async def test_finish_with_nothing_pending_ends_at_once() -> None:
+    peer, box = Peer(), outbox()
+    session = peer.serve(box)
+    await settle()
+    box.finish(WorkerUnavailable("broken"))
+    with pytest.raises(WorkerUnavailable, match="broken"):
+        await session
+    assert peer.frames == [["load"]]

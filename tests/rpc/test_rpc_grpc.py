@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -288,3 +289,19 @@ async def test_silent_cut_is_found_by_keepalive() -> None:
             wire.cut()
             assert isinstance(await broken.get(), WorkerUnavailable)
             await session.close()
+
+
+async def test_broken_stream_leaves_no_task_behind(caplog: pytest.LogCaptureFixture) -> None:
+    """gRPC's own tasks, when they are collected unfinished, complain to the event loop."""
+    broken, loop = _Inbox(), asyncio.get_running_loop()
+    async with server() as running, open_channel(running.address, TOKEN) as channel:
+        session: Any = WorkerSession(DecodeWorkerStub(channel).Serve, _Inbox(), broken, loop.time)
+        await session.start()
+        await session.send(pb.DecodeCommand(abort_request_id="x"))
+        await broken.get()
+        await session.close()
+        await asyncio.sleep(0)
+        names = [repr(task.get_coro()) for task in asyncio.all_tasks()]
+        assert not [name for name in names if "_consume_request_iterator" in name]
+    gc.collect()
+    assert "Task was destroyed" not in caplog.text
