@@ -189,6 +189,16 @@ class EngineCore:
         live = (sequence for group in roster.groups.values() for sequence in group)
         num_blocks = roster.cache.invalidate(command.token_ids, command.cache_salt, live)
         roster.counters.invalidated_blocks += num_blocks
+        self._compute_again_what_is_handed_out()
+
+    def _compute_again_what_is_handed_out(self) -> None:
+        """Whoever reads the KV of a `hold` sequence caches it, and can't tell that it is stale.
+
+        So those that are still being computed start over; those that are HELD may be read already.
+        """
+        for sequence in [sequence for sequence in self._roster.prefills if sequence.hold]:
+            if sequence.is_stale:
+                self._roster.recompute(sequence)
 
     def _change(
         self,

@@ -101,7 +101,9 @@ class ReleaseSequence:
 class InvalidateCache:
     """No sequence that comes later hits what the prefix cache holds now. Not answered.
 
-    Running sequences go on, and what they computed does not enter the cache under a stale name.
+    Running sequences go on, and what they computed does not enter the cache under a stale name. `hold`
+    ones that are not HELD yet start over, and so are told `BlocksAllocated` again: their readers would
+    take stale KV into caches of their own.
     """
 
     token_ids: tuple[int, ...] | None = None

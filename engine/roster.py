@@ -135,7 +135,7 @@ class Roster:
         self.newborn[child] = self.newborn[parent] = None
 
     def recompute(self, sequence: Sequence) -> None:
-        """FETCHING or RESERVING -> WAITING: nothing of worth was, or will be, read into its blocks."""
+        """FETCHING, RESERVING or RUNNING -> WAITING: what is in its blocks is of no worth."""
         self._leave(sequence)
         self._start_over(sequence)
 

@@ -61,6 +61,7 @@ class Engine:
         self.failed: dict[str, SplitserveError] = {}
         self.allocated: dict[str, BlocksAllocated] = {}
         self.progress: dict[str, list[int]] = {}
+        self.was_invalidated = False
         self.scores: dict[str, list[float | None]] = {}
 
     # ---- Commands ----
@@ -110,6 +111,7 @@ class Engine:
         return self.handle(AbortSequence(SequenceId(seq_id), index))
 
     def invalidate(self, token_ids: list[int] | None = None, salt: str | None = None) -> list[Event]:
+        self.was_invalidated = True
         return self.handle(InvalidateCache(None if token_ids is None else tuple(token_ids), salt))
 
     def release(self, seq_id: str) -> list[Event]:
@@ -169,7 +171,7 @@ class Engine:
         assert seq_id not in self.failed, f"an event after the failure of {seq_id}"
         match event:
             case BlocksAllocated():
-                assert seq_id not in self.allocated
+                assert seq_id not in self.allocated or self.was_invalidated  # then it starts over
                 assert seq_id not in self.tokens
                 self.allocated[seq_id] = event
             case PrefillProgressed(num_computed=num_computed):

@@ -114,3 +114,34 @@ def test_a_swapped_sequence_comes_back_with_its_old_kv_alone() -> None:
     for name in "abc":
         assert engine.tokens[name] == engine.expected([ord(name), *PROMPT[:7]], 16)
     engine.core.assert_idle()
+
+
+def test_what_is_to_be_handed_out_is_computed_again() -> None:
+    """Its reader, on another worker, may have been told to forget before; it caches what it reads."""
+    engine = Engine(max_num_batched_tokens=4, max_num_seqs=4)
+    engine.add("a", PROMPT, greedy(2), hold=True)
+    engine.step()
+    first = engine.allocated["a"]
+    engine.invalidate()
+    engine.core.check_integrity()
+    computed = []
+    for _ in range(3):
+        engine.step()
+        computed += engine.last_plan
+    assert computed == [("a", 4), ("a", 4), ("a", 1)]
+    assert engine.allocated["a"] is not first
+    assert num_computed(engine, "b", PROMPT) == 1, "what was computed afterwards is fresh"
+    engine.release("a")
+    engine.core.assert_idle()
+
+
+def test_what_another_salt_hands_out_is_not_computed_again() -> None:
+    engine = Engine(max_num_batched_tokens=4, max_num_seqs=4)
+    engine.add("a", PROMPT, greedy(2), hold=True, salt="x")
+    engine.step()
+    engine.invalidate(PROMPT, "y")
+    engine.step()
+    engine.step()
+    assert engine.core.stats().num_held == 1
+    engine.release("a")
+    engine.core.assert_idle()
