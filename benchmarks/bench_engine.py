@@ -35,7 +35,7 @@ def benchmarks(threads: int, *, full: bool) -> dict[str, Callable[[], Figures]]:
         "scheduler_cost": lambda: scheduler_cost.measure(num_steps=400),
         "shared_prefix_ttft": lambda: shared_prefix_ttft.measure(demo(), uncached_every=1 if full else 7),
         "chunked_itl": lambda: chunked_itl.measure(demo(), budgets=(256, 512) if full else (512,)),
-        "continuous_vs_static": lambda: continuous_vs_static.measure(demo(), num_rounds=5 if full else 2),
+        "continuous_vs_static": lambda: continuous_vs_static.measure(demo(), num_rounds=5 if full else 3),
         "preemption": lambda: preemption.measure(demo(), num_rounds=5 if full else 3),
     }
 
