@@ -76,6 +76,8 @@ class Admission:
         outranked = [running for running in self._roster.preemptible() if self._outranks(first, running)]
         if not outranked or not self._would_fit_without(first, outranked):
             return
+        if not self._would_get_tokens_without(first, outranked):
+            return  # those that it can't outrank take the whole step: nobody gives way for nothing
         outranked.sort(key=self._roster.policy.key)
         while outranked and not (self._has_seats(first) and self._fits_now(first)):
             self._roster.preempt(outranked.pop())
@@ -99,6 +101,19 @@ class Admission:
         num_left = self._roster.num_seats_taken - num_seats + 1 + first.num_unborn
         needed = self._config.blocks_for(num_kv_tokens(first))
         return num_left <= self._config.max_num_seqs and needed <= self._roster.pool.num_free + num_blocks
+
+    def _would_get_tokens_without(self, first: Sequence, others: list[Sequence]) -> bool:
+        """Whether those that run on beside `first` leave it tokens of this step, if it needs any."""
+        if first.state is SequenceState.RESERVING:
+            return True
+        gone = set(others)
+        budget = self._config.max_num_batched_tokens - sum(s not in gone for s in self._roster.decodes)
+        if self._config.max_num_prefill_tokens is not None:
+            budget = min(budget, self._config.max_num_prefill_tokens)
+        for sequence in self._roster.prefills:
+            if sequence not in gone:
+                budget -= min(sequence.num_pending, self.chunk_size(sequence, budget))
+        return budget > 0
 
     def _fits_now(self, sequence: Sequence) -> bool:
         return self._fits(self._cached(sequence), num_kv_tokens(sequence))

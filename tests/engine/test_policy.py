@@ -147,3 +147,20 @@ def test_a_long_sequence_is_overtaken_a_bounded_number_of_times_by_an_endless_st
     engine.run()
     assert engine.tokens["long"] == engine.expected([2] * 50, 30)
     engine.core.assert_idle()
+
+
+def test_nobody_gives_way_to_one_that_gets_no_tokens_in_this_step() -> None:
+    """The victims' blocks would lie idle until the long prompt of equal priority is through."""
+    engine = Engine(num_blocks=41, max_num_batched_tokens=8, policy="priority", max_model_len=160)
+    engine.add("low", [1, 2, 3, 4], greedy(60), priority=5)
+    engine.step()
+    engine.add("long", list(range(100, 220)), greedy(2))
+    engine.step()
+    engine.add("next", list(range(300, 336)), greedy(2))
+    engine.step()
+    assert engine.core.stats().num_preemptions == 0
+    assert engine.last_plan == [("low", 1), ("long", 7)]
+    engine.run()
+    assert list(engine.finished) == ["long", "next", "low"]
+    assert engine.core.stats().num_preemptions == 1
+    engine.core.assert_idle()
