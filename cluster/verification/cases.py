@@ -60,7 +60,7 @@ def greedy_cases(text_token_ids: Sequence[int], num_cases: int, max_tokens: int,
 
 
 def seeded_cases(cases: Sequence[Case]) -> list[Case]:
-    """The same prompts, sampled: each with a seed and filters of its own."""
+    """The same prompts, sampled: each with a seed, filters, penalties and biases of its own."""
     return [
         Case(
             case.prompt_token_ids,
@@ -71,6 +71,13 @@ def seeded_cases(cases: Sequence[Case]) -> list[Case]:
                 top_k=(0, 50)[i // 2 % 2],
                 min_p=(0.0, 0.02)[i // 4 % 2],
                 seed=0x5EED_0000_0000_0000 + i,
+                presence_penalty=(0.0, 0.6)[i % 2],
+                frequency_penalty=(0.0, 0.4, 0.0)[i % 3],
+                repetition_penalty=(1.0, 1.2)[i // 3 % 2],
+                logit_bias=()
+                if i % 4
+                else tuple((token, 1.5) for token in sorted(set(case.prompt_token_ids[:3]))),
+                min_tokens=(0, 4)[i % 2],
             ),
         )
         for i, case in enumerate(cases)

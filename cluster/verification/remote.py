@@ -40,6 +40,11 @@ class RemoteCluster:
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "seed": sampling.seed,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "repetition_penalty": sampling.repetition_penalty,
+            "logit_bias": {str(token): bias for token, bias in sampling.logit_bias},
+            "min_tokens": sampling.min_tokens,
             "return_token_ids": True,
         }
         async with self._places:

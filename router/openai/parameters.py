@@ -32,7 +32,7 @@ HARMLESS = frozenset(
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "audio": (),
-    "best_of": (1,),
+    "best_of": (),
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),

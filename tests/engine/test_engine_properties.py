@@ -12,7 +12,7 @@ from engine_machine import AnyOrder, machine_settings
 from engine_world import World
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = machine_settings(60, shrink=True)
+TestAnyOrder.settings = machine_settings(260, shrink=True)  # more than 10,000 steps
 TestAnyOrder = pytest.mark.timeout(600)(TestAnyOrder)  # a failure takes minutes to shrink
 
 POLICIES = ["fcfs", "priority", "shortest_first"]

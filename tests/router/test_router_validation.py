@@ -65,6 +65,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"n": 17}, "n"),
     ({"n": True}, "n"),
     ({"n": 2.0}, "n"),
+    ({"best_of": 1}, "best_of"),
     ({"best_of": 2}, "best_of"),
     ({"best_of": 2, "n": 2}, "best_of"),
     ({"bad_words": "x"}, "bad_words"),
@@ -183,7 +184,7 @@ async def test_neutral_and_harmless_fields_are_accepted() -> None:
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         ],
     }
-    text = harmless | {"echo": False, "best_of": 1, "suffix": None, "prompt": ["hi"]}
+    text = harmless | {"echo": False, "suffix": None, "prompt": ["hi"]}
     async with bench() as running, running.client() as client:
         assert (await client.post("/v1/chat/completions", json=CHAT | chat)).status_code == 200
         assert (await client.post("/v1/completions", json=TEXT | text)).status_code == 200
