@@ -36,7 +36,7 @@ def test_a_worker_that_cannot_start_says_why_in_its_own_words(tiny_llama: Path, 
     with serving(tiny_llama, tmp_path, "--set", "decode.num_blocks=1000000000", ready=False) as served:
         assert served.wait_for_end(150) == 1
         assert "error: decode cannot start: " in served.output()
-        assert "lower kv_cache_memory or num_blocks" in served.output()
+        assert "lower their number or the KV cache's memory" in served.output()
         assert "Traceback" not in served.output()
 
 
