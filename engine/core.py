@@ -16,6 +16,7 @@ from engine.messages import (
     AbortSequence,
     AddSequence,
     AdmitSequence,
+    CacheInvalidated,
     Command,
     Event,
     InvalidateCache,
@@ -82,8 +83,7 @@ class EngineCore:
                 [SequenceFailed(command.seq_id, refusal)] if refusal else self._scheduler.take_allocations()
             )
         if isinstance(command, InvalidateCache):
-            self._invalidate(command)
-            return []
+            return [self._invalidate(command)]
         group = self._roster.groups.get(command.seq_id)
         return [] if group is None else self._change(group, command)
 
@@ -184,17 +184,20 @@ class EngineCore:
         self._scheduler.reserve_waiting()
         return None
 
-    def _invalidate(self, command: InvalidateCache) -> None:
+    def _invalidate(self, command: InvalidateCache) -> CacheInvalidated:
         roster = self._roster
-        live = (sequence for group in roster.groups.values() for sequence in group)
+        live = [sequence for group in roster.groups.values() for sequence in group]
         num_blocks = roster.cache.invalidate(command.token_ids, command.cache_salt, live)
         roster.counters.invalidated_blocks += num_blocks
         self._compute_again_what_is_handed_out()
+        held = (sequence for sequence in live if sequence.state is SequenceState.HELD)
+        return CacheInvalidated(command.seq_id, tuple(s.seq_id for s in held if s.is_stale))
 
     def _compute_again_what_is_handed_out(self) -> None:
         """Whoever reads the KV of a `hold` sequence caches it, and can't tell that it is stale.
 
-        So those that are still being computed start over; those that are HELD may be read already.
+        So those that are still being computed start over. Those that are HELD may be read already, and so
+        it is their tickets that must become void: see `CacheInvalidated`.
         """
         for sequence in [sequence for sequence in self._roster.prefills if sequence.hold]:
             if sequence.is_stale:

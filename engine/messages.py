@@ -99,13 +99,15 @@ class ReleaseSequence:
 
 @dataclass(frozen=True, slots=True)
 class InvalidateCache:
-    """No sequence that comes later hits what the prefix cache holds now. Not answered.
+    """No sequence that comes later hits what the prefix cache holds now. Answered by `CacheInvalidated`.
 
     Running sequences go on, and what they computed does not enter the cache under a stale name. `hold`
     ones that are not HELD yet start over, and so are told `BlocksAllocated` again: their readers would
     take stale KV into caches of their own.
     """
 
+    seq_id: SequenceId
+    """Of the answer; no sequence has it."""
     token_ids: tuple[int, ...] | None = None
     """The prefix whose blocks, and all that go on from them, are meant; None: everything."""
     cache_salt: str | None = None
@@ -176,4 +178,16 @@ class SequenceFailed:
     error: SplitserveError
 
 
-Event = BlocksAllocated | PrefillProgressed | PromptScored | TokensSampled | SequenceFailed
+@dataclass(frozen=True, slots=True)
+class CacheInvalidated:
+    """What came before this event may carry what was forgotten; what comes after it does not."""
+
+    seq_id: SequenceId
+    """As the command named it."""
+    stale_held: tuple[SequenceId, ...]
+    """HELD sequences with such KV: whoever has not read it yet must not take it for valid."""
+
+
+Event = (
+    BlocksAllocated | PrefillProgressed | PromptScored | TokensSampled | SequenceFailed | CacheInvalidated
+)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from kv_transfer import LeaseTable
@@ -112,6 +112,12 @@ class Holder:
         ticket_id = self._ticket_of_request.get(request_id)
         if ticket_id is not None:
             self.drop(ticket_id)
+
+    def drop_sequences(self, seq_ids: Collection[SequenceId]) -> None:
+        """Drop the tickets of these sequences, where any are held."""
+        for ticket_id, held in list(self._held.items()):
+            if held.seq_id in seq_ids:
+                self.drop(ticket_id)
 
     def drop_all(self) -> None:
         for ticket_id in list(self._held):

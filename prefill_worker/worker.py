@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
-from engine import Command, Event, InvalidateCache, ReleaseSequence
+from engine import CacheInvalidated, Command, Event, InvalidateCache, ReleaseSequence
 from prefill_worker.config import PrefillWorkerConfig
 from prefill_worker.holder import Holder
 from prefill_worker.metrics import PrefillMetrics
@@ -41,7 +41,12 @@ class PrefillWorker:
     ) -> None:
         """`make_engine` builds the engine, which calls its argument with the events of every step."""
         self._shell: WorkerShell[Command, Event] = WorkerShell(
-            profile, Role.PREFILL, make_engine, directory, InvalidateCache
+            profile,
+            Role.PREFILL,
+            make_engine,
+            directory,
+            InvalidateCache,
+            on_invalidated=self._void_what_is_stale,
         )
         self._transport = transport
         self._clock = clock
@@ -122,6 +127,11 @@ class PrefillWorker:
     def _close_session(self, session: PrefillSession) -> None:
         session.end()
         self._sessions.discard(session)
+
+    def _void_what_is_stale(self, event: Event) -> None:
+        """A reader that has not asked for its verdict yet must not bring what was forgotten to its cache."""
+        if isinstance(event, CacheInvalidated):
+            self._holder.drop_sequences(event.stale_held)
 
     def _fail_all(self, fault: SplitserveError) -> None:
         """A broken engine answers no more: say so, let no router stay, and let readers know that their KV

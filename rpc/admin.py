@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -15,9 +15,9 @@ from protocol.wire import splitserve_pb2 as pb
 from protocol.wire.splitserve_pb2_grpc import WorkerAdminServicer
 from rpc.failures import abort
 
-InvalidateCacheCall = Callable[[tuple[int, ...] | None, str | None], None]
-"""(token ids of the prefix or None for everything, cache salt): no later request hits it. Raises the
-fault of an engine that does not listen any more."""
+InvalidateCacheCall = Callable[[tuple[int, ...] | None, str | None], Awaitable[None]]
+"""(token ids of the prefix or None for everything, cache salt): returns when nobody can get it from here
+any more. Raises the fault of an engine that does not listen any more."""
 
 
 class AdminService(WorkerAdminServicer):
@@ -47,12 +47,12 @@ class AdminService(WorkerAdminServicer):
     async def InvalidateCache(
         self, request: pb.InvalidateCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.InvalidateCacheReply:
-        """The engine takes commands in order: whoever submits after the reply hits nothing stale."""
+        """After the reply no request hits what is stale, and no ticket for it is valid."""
         try:
             if request.everything:
-                self._invalidate_cache(None, None)
+                await self._invalidate_cache(None, None)
             else:
-                self._invalidate_cache(tuple(request.token_ids), request.cache_salt)
+                await self._invalidate_cache(tuple(request.token_ids), request.cache_salt)
         except SplitserveError as error:
             await abort(context, error)
         return pb.InvalidateCacheReply()

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from protocol.errors import SplitserveError, StartupError, WorkerUnavailable
 from protocol.handoff import Fingerprint
-from protocol.ids import Role, WorkerIdentity
+from protocol.ids import Role, SequenceId, WorkerIdentity
 from protocol.membership import WorkerRecord
 from protocol.ports import Directory
 from protocol.wire.splitserve_pb2_grpc import add_WorkerAdminServicer_to_server
@@ -38,6 +38,7 @@ ALL_INTERFACES = ("", "0.0.0.0", "::")  # noqa: S104  # recognised here, never b
 SESSIONS_STOP_TIMEOUT_S = 1.0
 ENGINE_STOP_TIMEOUT_S = 10.0
 TASKS_STOP_TIMEOUT_S = 5.0
+HEALTH_CHECK_PERIOD_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,12 @@ class WorkerShell(Generic[CommandT, EventT]):
         role: Role,
         make_engine: Callable[[Callable[[Sequence[EventT]], None]], Engine[CommandT]],
         directory: Directory,
-        invalidation: Callable[[tuple[int, ...] | None, str | None], CommandT],
+        invalidation: Callable[[SequenceId, tuple[int, ...] | None, str | None], CommandT],
+        *,
+        on_invalidated: Callable[[EventT], None] = lambda event: None,
     ) -> None:
-        """`invalidation` makes the engine's command to forget a cached prefix, or everything."""
+        """`invalidation` makes the engine's command to forget a cached prefix, or everything;
+        `on_invalidated` gets its answer before anything that happened later."""
         self.profile = profile
         self.health = Health()
         self.tasks = TaskSet(self.health)
@@ -73,6 +77,7 @@ class WorkerShell(Generic[CommandT, EventT]):
         self.is_draining = False
         self._role = role
         self._invalidation = invalidation
+        self._on_invalidated = on_invalidated
         self._announcer = Announcer(directory, self.record)
         self._address = ""
         self._server: RunningServer | None = None
@@ -149,9 +154,21 @@ class WorkerShell(Generic[CommandT, EventT]):
         this stream leads nowhere, and there is no point in another one."""
         return WorkerUnavailable(f"{self.profile.identity.worker_id} is broken and will be replaced")
 
-    def _invalidate_cache(self, token_ids: tuple[int, ...] | None, cache_salt: str | None) -> None:
+    async def _invalidate_cache(self, token_ids: tuple[int, ...] | None, cache_salt: str | None) -> None:
+        """Return when it is done. Raises `EngineFault`; whoever waits sets the time limit."""
         self.check_health()  # a broken engine would not hear it
-        self.engine.post(self._invalidation(token_ids, cache_salt))
+        seq_id = self.engine.new_sequence_id("cache invalidation")
+        is_done = asyncio.Event()
+
+        def on_answer(event: EventT) -> None:  # also when nobody waits any more
+            self.engine.forget(seq_id)
+            self._on_invalidated(event)
+            is_done.set()
+
+        self.engine.listen(seq_id, on_answer)
+        self.engine.post(self._invalidation(seq_id, token_ids, cache_salt))
+        while not await wait_until(is_done.is_set, HEALTH_CHECK_PERIOD_S, period_s=0.005):
+            self.check_health()
 
     def check_health(self) -> None:
         """Raise `EngineFault` when the engine or another part is broken for good."""

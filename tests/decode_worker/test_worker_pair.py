@@ -355,6 +355,21 @@ async def test_invalidated_prompt_is_computed_and_fetched_again(everything: bool
         assert receipt.fetched_bytes == 3 * BLOCK_SIZE * 8
 
 
+async def test_ticket_that_is_held_during_an_invalidation_is_void() -> None:
+    pair = Pair()
+    async with running(pair) as router:
+        request = make_request(num_prompt=12)
+        done = await router.prefill(request)
+        for channel in (router.p.channel, router.d.channel):
+            await WorkerAdminStub(channel).InvalidateCache(
+                pb.InvalidateCacheRequest(everything=True), timeout=5
+            )
+        await router.hand_over(request, done)
+        tokens, receipt = await router.rest("r")
+        assert tokens == oracle(request)[1:]
+        assert receipt.fetched_bytes == 0, "it was computed anew"
+
+
 async def test_broken_engine_refuses_to_invalidate() -> None:
     pair = Pair()
     async with running(pair, leaks_expected=True) as router:

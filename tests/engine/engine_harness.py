@@ -62,6 +62,7 @@ class Engine:
         self.allocated: dict[str, BlocksAllocated] = {}
         self.progress: dict[str, list[int]] = {}
         self.was_invalidated = False
+        self.num_invalidations = 0
         self.scores: dict[str, list[float | None]] = {}
 
     # ---- Commands ----
@@ -112,7 +113,9 @@ class Engine:
 
     def invalidate(self, token_ids: list[int] | None = None, salt: str | None = None) -> list[Event]:
         self.was_invalidated = True
-        return self.handle(InvalidateCache(None if token_ids is None else tuple(token_ids), salt))
+        self.num_invalidations += 1
+        seq_id = SequenceId(f"invalidation {self.num_invalidations}")
+        return self.handle(InvalidateCache(seq_id, None if token_ids is None else tuple(token_ids), salt))
 
     def release(self, seq_id: str) -> list[Event]:
         return self.handle(ReleaseSequence(SequenceId(seq_id)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from engine_harness import Engine, greedy
 
+from engine import CacheInvalidated
+
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19]
 OTHER = [31, 32, 33, 34, 35, 36, 37, 38, 39]
 
@@ -144,4 +146,19 @@ def test_what_another_salt_hands_out_is_not_computed_again() -> None:
     engine.step()
     assert engine.core.stats().num_held == 1
     engine.release("a")
+    engine.core.assert_idle()
+
+
+def test_the_answer_names_those_that_are_held_with_stale_kv() -> None:
+    engine = Engine(max_num_seqs=4)
+    for name, prompt, salt in (("a", PROMPT, "x"), ("b", PROMPT, "y"), ("c", OTHER, "x")):
+        engine.add(name, prompt, greedy(2), hold=True, salt=salt)
+    engine.step()
+    answers = [engine.invalidate(prompt, salt)[0] for prompt, salt in ((PROMPT, "x"), (None, None))]
+    assert [answer.stale_held for answer in answers if isinstance(answer, CacheInvalidated)] == [
+        ("a",),
+        ("a", "b", "c"),
+    ]
+    for name in "abc":
+        engine.release(name)
     engine.core.assert_idle()
