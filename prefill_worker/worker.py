@@ -129,7 +129,7 @@ class PrefillWorker:
         self._sessions.discard(session)
 
     def _void_what_is_stale(self, event: Event) -> None:
-        """A reader that has not asked for its verdict yet must not bring what was forgotten to its cache."""
+        """A reader that has not got its verdict yet must not bring what was forgotten to its cache."""
         if isinstance(event, CacheInvalidated):
             self._holder.drop_sequences(event.stale_held)
 
