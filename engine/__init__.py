@@ -15,6 +15,7 @@ from engine.messages import (
     CacheInvalidated,
     Command,
     Event,
+    FirstTokens,
     InvalidateCache,
     PrefillProgressed,
     PromptScored,
@@ -22,7 +23,6 @@ from engine.messages import (
     ReleaseSequence,
     ReserveSequence,
     SequenceFailed,
-    Sibling,
     TokensSampled,
 )
 from engine.plan import Executor, Slice, StepPlan, StepResult
@@ -43,6 +43,7 @@ __all__ = [
     "Event",
     "Executor",
     "FakeExecutor",
+    "FirstTokens",
     "InvalidateCache",
     "PrefillProgressed",
     "PromptScored",
@@ -53,7 +54,6 @@ __all__ = [
     "Sequence",
     "SequenceFailed",
     "SequenceState",
-    "Sibling",
     "Slice",
     "StepPlan",
     "StepResult",

@@ -31,19 +31,13 @@ class AddSequence:
     """Choices that share the prompt's blocks; choice i has the seed `choice_seed(sampling.seed, i)`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sibling:
-    """A further choice of a reserved sequence: the same tokens but the last one."""
-
-    index: int
-    output_token_ids: tuple[int, ...]
-    seed: int | None = None
-    """Its own. None: `choice_seed(sampling.seed, index)`, right when the reservation's index is 0."""
+FirstTokens = tuple[tuple[int, int], ...]
+"""(choice, token that was sampled elsewhere) of every choice that goes on, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReserveSequence:
-    """Queue for blocks that hold all tokens but the last, to be filled from outside (decode role).
+    """Queue for blocks that hold all these tokens, to be filled from outside (decode role).
 
     Answered by `BlocksAllocated`; after that nobody but the sender writes those blocks (those past
     the cached prefix), until it says Admit, Recompute or Abort.
@@ -51,31 +45,39 @@ class ReserveSequence:
 
     seq_id: SequenceId
     prompt_token_ids: tuple[int, ...]
-    output_token_ids: tuple[int, ...]
-    """At least one: the token that the prefill worker sampled."""
     sampling: SamplingParams
-    """With the first choice's own seed."""
+    output_token_ids: tuple[int, ...] = ()
+    """Tokens of earlier legs, without the one that the prefill worker samples meanwhile."""
     priority: int = 0
     cache_salt: str = ""
     index: int = 0
-    siblings: tuple[Sibling, ...] = ()
+    """Number of the first choice."""
+    num_samples: int = 1
+    """As in `AddSequence`."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmitSequence:
-    """The reserved blocks hold validated KV: decode from here."""
+    """The reserved blocks hold validated KV: decode from the first tokens on.
+
+    Choices without a first token ended with it, and are dropped. Fails (`SequenceFailed`) when a token
+    is none of the reserved choices', or ends its choice by what this engine knows.
+    """
 
     seq_id: SequenceId
+    first_tokens: FirstTokens
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeSequence:
-    """The reserved blocks hold nothing of worth, and no read into them is pending: compute locally.
+    """The reserved blocks hold nothing of worth, and no read into them is pending: compute locally, and
+    go on from the first tokens.
 
     May come before `BlocksAllocated`; one that crossed it means nothing any more.
     """
 
     seq_id: SequenceId
+    first_tokens: FirstTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,10 @@ class BlocksAllocated:
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgressed:
-    """A `hold` sequence's KV is complete up to `num_computed` tokens, and may be read."""
+    """A `hold` sequence's KV is complete up to `num_computed` tokens, and may be read.
+
+    All of them are told before `TokensSampled` at the latest.
+    """
 
     seq_id: SequenceId
     num_computed: int

@@ -14,7 +14,7 @@ from protocol.generation import (
     Token,
     TokenDelta,
 )
-from protocol.handoff import Fingerprint, PoolDescription, Ticket, TransportEndpoint
+from protocol.handoff import Credit, Fingerprint, PoolDescription, Ticket, TransportEndpoint
 from protocol.ids import BlockId, RequestId, Role, TicketId, WorkerId, WorkerIdentity
 from protocol.membership import Load, WorkerRecord
 from protocol.wire import splitserve_pb2 as pb
@@ -274,6 +274,14 @@ def load_from_wire(wire: pb.Load) -> Load:
         blocks_free=wire.blocks_free,
         blocks_cached=wire.blocks_cached,
     )
+
+
+def credit_to_wire(credit: Credit) -> pb.Credit:
+    return pb.Credit(blocks=credit.blocks, num_submissions=credit.num_submissions)
+
+
+def credit_from_wire(wire: pb.Credit) -> Credit:
+    return Credit(blocks=wire.blocks, num_submissions=wire.num_submissions)
 
 
 def record_to_wire(record: WorkerRecord) -> pb.WorkerRecord:

@@ -1,8 +1,9 @@
 """The KV hand-off's vocabulary: fingerprints, tickets, leases and verdicts.
 
-P: allocate -> HELD under a lease --renew--> HELD --release--> VALID (blocks freed)
-                               \\--lapse---> EXPIRED (blocks freed)
-D: reserve -> fetch -> release(ticket) -> VALID: admit | EXPIRED, UNKNOWN: discard
+P: allocate -> ticket -> compute, chunk by chunk -> HELD under a lease --renew--> HELD
+                                                      |--release by the first reader--> VALID (blocks freed)
+                                                      \\--lapse-----------------------> EXPIRED (blocks freed)
+D: reserve -> fetch what is ready, until all is -> release(ticket) -> VALID: admit | EXPIRED, UNKNOWN: discard
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from enum import StrEnum
 
 from protocol.ids import BlockId, TicketId, WorkerIdentity
 
-WIRE_VERSION = 2
-"""Raised with every change of meaning on the wire. History: 1 = first, 2 = several choices a request."""
+WIRE_VERSION = 3
+"""Raised with every change of meaning on the wire. History: 1 = first, 2 = several choices a request,
+3 = the ticket goes out before the prefill is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,11 @@ class Ticket:
 
 
 class Verdict(StrEnum):
-    """The owner's final word on a ticket. Sticky: asked again, it is the same."""
+    """The owner's final word on a ticket. Sticky: asked again by the same reader, it is the same.
+
+    VALID for one reader at most: whoever comes later, with a ticket that was offered twice, gets EXPIRED,
+    since the blocks may hold something else by now.
+    """
 
     VALID = "valid"
     EXPIRED = "expired"
@@ -75,6 +81,15 @@ class LeaseStatus:
     """False: the lease lapsed or the ticket is unknown; whatever was read must be discarded."""
     tokens_ready: int
     lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """Blocks that one router may still hand to one decode worker."""
+
+    blocks: int
+    num_submissions: int
+    """Of that router, on this stream, that `blocks` accounts for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -556,21 +556,41 @@ class PrefillCommand(_message.Message):
 Global___PrefillCommand: _TypeAlias = PrefillCommand  # noqa: Y015
 
 @_typing.final
+class TicketIssued(_message.Message):
+    """The prompt's blocks are allocated. Sent once per request, before its PrefillDone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    @_builtins.property
+    def ticket(self) -> Global___Ticket: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        ticket: Global___Ticket | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TicketIssued: _TypeAlias = TicketIssued  # noqa: Y015
+
+@_typing.final
 class PrefillDone(_message.Message):
-    """The first token of every choice and, unless they all ended with it, the ticket for the prompt's KV."""
+    """The first token of every choice. The ticket stays held unless they all have a finish_reason."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FIRSTS_FIELD_NUMBER: _builtins.int
-    TICKET_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def firsts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenDelta]:
         """in the order of the choices"""
-
-    @_builtins.property
-    def ticket(self) -> Global___Ticket:
-        """absent when all have a finish_reason"""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]:
@@ -580,12 +600,11 @@ class PrefillDone(_message.Message):
         self,
         *,
         firsts: _abc.Iterable[Global___TokenDelta] | None = ...,
-        ticket: Global___Ticket | None = ...,
         prompt_logprobs: _abc.Iterable[Global___Token] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["firsts", b"firsts", "prompt_logprobs", b"prompt_logprobs", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["firsts", b"firsts", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -595,9 +614,12 @@ Global___PrefillDone: _TypeAlias = PrefillDone  # noqa: Y015
 class PrefillFrame(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    TICKETS_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tickets(self) -> _containers.RepeatedCompositeFieldContainer[Global___TicketIssued]: ...
     @_builtins.property
     def done(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillDone]: ...
     @_builtins.property
@@ -607,13 +629,14 @@ class PrefillFrame(_message.Message):
     def __init__(
         self,
         *,
+        tickets: _abc.Iterable[Global___TicketIssued] | None = ...,
         done: _abc.Iterable[Global___PrefillDone] | None = ...,
         failures: _abc.Iterable[Global___Failure] | None = ...,
         load: Global___Load | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "failures", b"failures", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "failures", b"failures", "load", b"load", "tickets", b"tickets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -625,11 +648,35 @@ class DecodeSubmit(_message.Message):
 
     REQUEST_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
-    FIRST_TOKENS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def request(self) -> Global___Request: ...
     @_builtins.property
-    def ticket(self) -> Global___Ticket: ...
+    def ticket(self) -> Global___Ticket:
+        """absent: the worker computes the prompt itself"""
+
+    def __init__(
+        self,
+        *,
+        request: Global___Request | None = ...,
+        ticket: Global___Ticket | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeSubmit: _TypeAlias = DecodeSubmit  # noqa: Y015
+
+@_typing.final
+class Begin(_message.Message):
+    """The prefill is done: what its owner sampled. Follows a submission with a ticket."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FIRST_TOKENS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
     @_builtins.property
     def first_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___FirstToken]:
         """of the choices that go on, in their order"""
@@ -637,17 +684,16 @@ class DecodeSubmit(_message.Message):
     def __init__(
         self,
         *,
-        request: Global___Request | None = ...,
-        ticket: Global___Ticket | None = ...,
+        request_id: _builtins.str = ...,
         first_tokens: _abc.Iterable[Global___FirstToken] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_tokens", b"first_tokens", "request", b"request", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_tokens", b"first_tokens", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DecodeSubmit: _TypeAlias = DecodeSubmit  # noqa: Y015
+Global___Begin: _TypeAlias = Begin  # noqa: Y015
 
 @_typing.final
 class FirstToken(_message.Message):
@@ -703,6 +749,7 @@ class DecodeCommand(_message.Message):
     SUBMIT_FIELD_NUMBER: _builtins.int
     ABORT_REQUEST_ID_FIELD_NUMBER: _builtins.int
     ABORT_CHOICE_FIELD_NUMBER: _builtins.int
+    BEGIN_FIELD_NUMBER: _builtins.int
     abort_request_id: _builtins.str
     @_builtins.property
     def submit(self) -> Global___DecodeSubmit: ...
@@ -710,22 +757,50 @@ class DecodeCommand(_message.Message):
     def abort_choice(self) -> Global___AbortChoice:
         """the request's other choices go on"""
 
+    @_builtins.property
+    def begin(self) -> Global___Begin: ...
     def __init__(
         self,
         *,
         submit: Global___DecodeSubmit | None = ...,
         abort_request_id: _builtins.str = ...,
         abort_choice: Global___AbortChoice | None = ...,
+        begin: Global___Begin | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_choice", b"abort_choice", "abort_request_id", b"abort_request_id", "command", b"command", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_choice", b"abort_choice", "abort_request_id", b"abort_request_id", "begin", b"begin", "command", b"command", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_choice", b"abort_choice", "abort_request_id", b"abort_request_id", "command", b"command", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_choice", b"abort_choice", "abort_request_id", b"abort_request_id", "begin", b"begin", "command", b"command", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["submit", "abort_request_id", "abort_choice"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["submit", "abort_request_id", "abort_choice", "begin"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___DecodeCommand: _TypeAlias = DecodeCommand  # noqa: Y015
+
+@_typing.final
+class Credit(_message.Message):
+    """Blocks that the router behind this stream may still hand to this worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_SUBMISSIONS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    num_submissions: _builtins.int
+    """of this stream, that `blocks` accounts for"""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+        num_submissions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "num_submissions", b"num_submissions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Credit: _TypeAlias = Credit  # noqa: Y015
 
 @_typing.final
 class DecodeFrame(_message.Message):
@@ -734,22 +809,26 @@ class DecodeFrame(_message.Message):
     DELTAS_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    CREDIT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenDelta]: ...
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___Failure]: ...
     @_builtins.property
     def load(self) -> Global___Load: ...
+    @_builtins.property
+    def credit(self) -> Global___Credit: ...
     def __init__(
         self,
         *,
         deltas: _abc.Iterable[Global___TokenDelta] | None = ...,
         failures: _abc.Iterable[Global___Failure] | None = ...,
         load: Global___Load | None = ...,
+        credit: Global___Credit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "failures", b"failures", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "deltas", b"deltas", "failures", b"failures", "load", b"load"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -860,22 +939,32 @@ Global___ConnectReply: _TypeAlias = ConnectReply  # noqa: Y015
 
 @_typing.final
 class RenewRequest(_message.Message):
+    """Answered as soon as more than tokens_known tokens are ready, or the lease is lost, or wait_s is over.
+    The call that breaks tells the owner that the reader may be dead.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INCARNATION_FIELD_NUMBER: _builtins.int
     TICKET_ID_FIELD_NUMBER: _builtins.int
+    TOKENS_KNOWN_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     """of the owner, as the ticket named it"""
     ticket_id: _builtins.str
+    tokens_known: _builtins.int
+    wait_s: _builtins.float
     def __init__(
         self,
         *,
         incarnation: _builtins.str = ...,
         ticket_id: _builtins.str = ...,
+        tokens_known: _builtins.int = ...,
+        wait_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "ticket_id", b"ticket_id", "tokens_known", b"tokens_known", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -912,17 +1001,24 @@ class ReleaseRequest(_message.Message):
 
     INCARNATION_FIELD_NUMBER: _builtins.int
     TICKET_ID_FIELD_NUMBER: _builtins.int
+    READER_FIELD_NUMBER: _builtins.int
+    WANTS_CHECKSUMS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     ticket_id: _builtins.str
+    reader: _builtins.str
+    """names one reading of the ticket; the verdict is VALID for one of them at most"""
+    wants_checksums: _builtins.bool
     def __init__(
         self,
         *,
         incarnation: _builtins.str = ...,
         ticket_id: _builtins.str = ...,
+        reader: _builtins.str = ...,
+        wants_checksums: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "reader", b"reader", "ticket_id", b"ticket_id", "wants_checksums", b"wants_checksums"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -933,16 +1029,22 @@ class ReleaseReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VERDICT_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
     verdict: _builtins.str
     """a Verdict"""
+    @_builtins.property
+    def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """CRC-32 of the ticket's blocks, where asked for and VALID"""
+
     def __init__(
         self,
         *,
         verdict: _builtins.str = ...,
+        checksums: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -989,6 +1091,106 @@ class InvalidateCacheReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InvalidateCacheReply: _TypeAlias = InvalidateCacheReply  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_S_FIELD_NUMBER: _builtins.int
+    limit_s: _builtins.float
+    """what still runs then is handed back to its router"""
+    def __init__(
+        self,
+        *,
+        limit_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit_s", b"limit_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainReply: _TypeAlias = DrainReply  # noqa: Y015
+
+@_typing.final
+class AnnounceReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnnounceReply: _TypeAlias = AnnounceReply  # noqa: Y015
+
+@_typing.final
+class WithdrawReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WithdrawReply: _TypeAlias = WithdrawReply  # noqa: Y015
+
+@_typing.final
+class WorkersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkersRequest: _TypeAlias = WorkersRequest  # noqa: Y015
+
+@_typing.final
+class WorkersReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerRecord]: ...
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[Global___WorkerRecord] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkersReply: _TypeAlias = WorkersReply  # noqa: Y015
 
 @_typing.final
 class DescribeRequest(_message.Message):

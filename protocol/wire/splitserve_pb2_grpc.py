@@ -301,6 +301,167 @@ class DecodeWorker:
             _registered_method=True)
 
 
+class DirectoryStub:
+    """Who lives, for a cluster of plain processes that has no other directory.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Announce = channel.unary_unary(
+                '/splitserve.v1.Directory/Announce',
+                request_serializer=protocol_dot_wire_dot_splitserve__pb2.WorkerRecord.SerializeToString,
+                response_deserializer=protocol_dot_wire_dot_splitserve__pb2.AnnounceReply.FromString,
+                _registered_method=True)
+        self.Withdraw = channel.unary_unary(
+                '/splitserve.v1.Directory/Withdraw',
+                request_serializer=protocol_dot_wire_dot_splitserve__pb2.Identity.SerializeToString,
+                response_deserializer=protocol_dot_wire_dot_splitserve__pb2.WithdrawReply.FromString,
+                _registered_method=True)
+        self.Workers = channel.unary_unary(
+                '/splitserve.v1.Directory/Workers',
+                request_serializer=protocol_dot_wire_dot_splitserve__pb2.WorkersRequest.SerializeToString,
+                response_deserializer=protocol_dot_wire_dot_splitserve__pb2.WorkersReply.FromString,
+                _registered_method=True)
+
+
+class DirectoryServicer:
+    """Who lives, for a cluster of plain processes that has no other directory.
+    """
+
+    def Announce(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Withdraw(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Workers(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_DirectoryServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Announce': grpc.unary_unary_rpc_method_handler(
+                    servicer.Announce,
+                    request_deserializer=protocol_dot_wire_dot_splitserve__pb2.WorkerRecord.FromString,
+                    response_serializer=protocol_dot_wire_dot_splitserve__pb2.AnnounceReply.SerializeToString,
+            ),
+            'Withdraw': grpc.unary_unary_rpc_method_handler(
+                    servicer.Withdraw,
+                    request_deserializer=protocol_dot_wire_dot_splitserve__pb2.Identity.FromString,
+                    response_serializer=protocol_dot_wire_dot_splitserve__pb2.WithdrawReply.SerializeToString,
+            ),
+            'Workers': grpc.unary_unary_rpc_method_handler(
+                    servicer.Workers,
+                    request_deserializer=protocol_dot_wire_dot_splitserve__pb2.WorkersRequest.FromString,
+                    response_serializer=protocol_dot_wire_dot_splitserve__pb2.WorkersReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'splitserve.v1.Directory', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('splitserve.v1.Directory', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Directory:
+    """Who lives, for a cluster of plain processes that has no other directory.
+    """
+
+    @staticmethod
+    def Announce(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitserve.v1.Directory/Announce',
+            protocol_dot_wire_dot_splitserve__pb2.WorkerRecord.SerializeToString,
+            protocol_dot_wire_dot_splitserve__pb2.AnnounceReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Withdraw(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitserve.v1.Directory/Withdraw',
+            protocol_dot_wire_dot_splitserve__pb2.Identity.SerializeToString,
+            protocol_dot_wire_dot_splitserve__pb2.WithdrawReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Workers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitserve.v1.Directory/Workers',
+            protocol_dot_wire_dot_splitserve__pb2.WorkersRequest.SerializeToString,
+            protocol_dot_wire_dot_splitserve__pb2.WorkersReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class WorkerAdminStub:
     """Missing associated documentation comment in .proto file."""
 
@@ -324,6 +485,11 @@ class WorkerAdminStub:
                 '/splitserve.v1.WorkerAdmin/InvalidateCache',
                 request_serializer=protocol_dot_wire_dot_splitserve__pb2.InvalidateCacheRequest.SerializeToString,
                 response_deserializer=protocol_dot_wire_dot_splitserve__pb2.InvalidateCacheReply.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/splitserve.v1.WorkerAdmin/Drain',
+                request_serializer=protocol_dot_wire_dot_splitserve__pb2.DrainRequest.SerializeToString,
+                response_deserializer=protocol_dot_wire_dot_splitserve__pb2.DrainReply.FromString,
                 _registered_method=True)
 
 
@@ -349,6 +515,13 @@ class WorkerAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Take no new work from now on; answered at once. The worker is replaced when it is empty.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -366,6 +539,11 @@ def add_WorkerAdminServicer_to_server(servicer, server):
                     servicer.InvalidateCache,
                     request_deserializer=protocol_dot_wire_dot_splitserve__pb2.InvalidateCacheRequest.FromString,
                     response_serializer=protocol_dot_wire_dot_splitserve__pb2.InvalidateCacheReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=protocol_dot_wire_dot_splitserve__pb2.DrainRequest.FromString,
+                    response_serializer=protocol_dot_wire_dot_splitserve__pb2.DrainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -449,6 +627,33 @@ class WorkerAdmin:
             '/splitserve.v1.WorkerAdmin/InvalidateCache',
             protocol_dot_wire_dot_splitserve__pb2.InvalidateCacheRequest.SerializeToString,
             protocol_dot_wire_dot_splitserve__pb2.InvalidateCacheReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitserve.v1.WorkerAdmin/Drain',
+            protocol_dot_wire_dot_splitserve__pb2.DrainRequest.SerializeToString,
+            protocol_dot_wire_dot_splitserve__pb2.DrainReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -108,6 +108,52 @@ class DecodeWorkerServicer(metaclass=_abc_1.ABCMeta):
 
 def add_DecodeWorkerServicer_to_server(servicer: DecodeWorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class DirectoryStub:
+    """Who lives, for a cluster of plain processes that has no other directory."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> DirectoryAsyncStub: ...
+    Announce: _grpc.UnaryUnaryMultiCallable[_splitserve_pb2.WorkerRecord, _splitserve_pb2.AnnounceReply]
+    Withdraw: _grpc.UnaryUnaryMultiCallable[_splitserve_pb2.Identity, _splitserve_pb2.WithdrawReply]
+    Workers: _grpc.UnaryUnaryMultiCallable[_splitserve_pb2.WorkersRequest, _splitserve_pb2.WorkersReply]
+
+@_typing.type_check_only
+class DirectoryAsyncStub(DirectoryStub):
+    """Who lives, for a cluster of plain processes that has no other directory."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Announce: _aio.UnaryUnaryMultiCallable[_splitserve_pb2.WorkerRecord, _splitserve_pb2.AnnounceReply]  # type: ignore[assignment]
+    Withdraw: _aio.UnaryUnaryMultiCallable[_splitserve_pb2.Identity, _splitserve_pb2.WithdrawReply]  # type: ignore[assignment]
+    Workers: _aio.UnaryUnaryMultiCallable[_splitserve_pb2.WorkersRequest, _splitserve_pb2.WorkersReply]  # type: ignore[assignment]
+
+class DirectoryServicer(metaclass=_abc_1.ABCMeta):
+    """Who lives, for a cluster of plain processes that has no other directory."""
+
+    @_abc_1.abstractmethod
+    def Announce(
+        self,
+        request: _splitserve_pb2.WorkerRecord,
+        context: _ServicerContext,
+    ) -> _typing.Union[_splitserve_pb2.AnnounceReply, _abc.Awaitable[_splitserve_pb2.AnnounceReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Withdraw(
+        self,
+        request: _splitserve_pb2.Identity,
+        context: _ServicerContext,
+    ) -> _typing.Union[_splitserve_pb2.WithdrawReply, _abc.Awaitable[_splitserve_pb2.WithdrawReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Workers(
+        self,
+        request: _splitserve_pb2.WorkersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_splitserve_pb2.WorkersReply, _abc.Awaitable[_splitserve_pb2.WorkersReply]]: ...
+
+def add_DirectoryServicer_to_server(servicer: DirectoryServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class WorkerAdminStub:
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -117,6 +163,8 @@ class WorkerAdminStub:
     Metrics: _grpc.UnaryUnaryMultiCallable[_splitserve_pb2.MetricsRequest, _splitserve_pb2.MetricsReply]
     InvalidateCache: _grpc.UnaryUnaryMultiCallable[_splitserve_pb2.InvalidateCacheRequest, _splitserve_pb2.InvalidateCacheReply]
     """No later request finds what the prefix cache holds now."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_splitserve_pb2.DrainRequest, _splitserve_pb2.DrainReply]
+    """Take no new work from now on; answered at once. The worker is replaced when it is empty."""
 
 @_typing.type_check_only
 class WorkerAdminAsyncStub(WorkerAdminStub):
@@ -125,6 +173,8 @@ class WorkerAdminAsyncStub(WorkerAdminStub):
     Metrics: _aio.UnaryUnaryMultiCallable[_splitserve_pb2.MetricsRequest, _splitserve_pb2.MetricsReply]  # type: ignore[assignment]
     InvalidateCache: _aio.UnaryUnaryMultiCallable[_splitserve_pb2.InvalidateCacheRequest, _splitserve_pb2.InvalidateCacheReply]  # type: ignore[assignment]
     """No later request finds what the prefix cache holds now."""
+    Drain: _aio.UnaryUnaryMultiCallable[_splitserve_pb2.DrainRequest, _splitserve_pb2.DrainReply]  # type: ignore[assignment]
+    """Take no new work from now on; answered at once. The worker is replaced when it is empty."""
 
 class WorkerAdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -148,5 +198,13 @@ class WorkerAdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_splitserve_pb2.InvalidateCacheReply, _abc.Awaitable[_splitserve_pb2.InvalidateCacheReply]]:
         """No later request finds what the prefix cache holds now."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _splitserve_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_splitserve_pb2.DrainReply, _abc.Awaitable[_splitserve_pb2.DrainReply]]:
+        """Take no new work from now on; answered at once. The worker is replaced when it is empty."""
 
 def add_WorkerAdminServicer_to_server(servicer: WorkerAdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from protocol import codec
 from protocol.generation import FinishReason, GenerationRequest, Receipt, SamplingParams, Token, TokenDelta
-from protocol.handoff import Fingerprint, PoolDescription, Ticket, TransportEndpoint
+from protocol.handoff import Credit, Fingerprint, PoolDescription, Ticket, TransportEndpoint
 from protocol.ids import BlockId, Role, WorkerIdentity
 from protocol.membership import Load, WorkerRecord
 from protocol.wire import splitserve_pb2 as pb
@@ -85,6 +85,11 @@ def test_a_delta_survives_the_wire(delta: TokenDelta) -> None:
 def test_a_ticket_survives_the_wire(ticket: Ticket) -> None:
     wire = pb.Ticket.FromString(codec.ticket_to_wire(ticket).SerializeToString())
     assert codec.ticket_from_wire(wire) == ticket
+
+
+def test_a_credit_survives_the_wire() -> None:
+    credit = Credit(blocks=7, num_submissions=2**40)
+    assert codec.credit_from_wire(codec.credit_to_wire(credit)) == credit
 
 
 @given(records)
