@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import ray
 
 from cluster.config import ClusterConfig, RayConfig
-from cluster.processes import descendants, end_processes
+from cluster.process_tree import descendants, end_processes
 from protocol.errors import StartupError
 
 LOOPBACK = "127.0.0.1"

@@ -1,33 +1,18 @@
-"""The processes that descend from this one, and how they end."""
+"""A cluster of plain processes without Ray: for soaks, fault tests, and hosts that are network namespaces.
+
+    async with ProcessCluster(config) as cluster:      # directory, workers: processes; the router: here
+        async with cluster.http() as url: ...          # OpenAI API
+        cluster.kill("prefill-0")                      # kill -9; is replaced by itself
+        await cluster.wait_until_replaced("prefill-0", timeout_s=10)
+        cluster.pause("decode-0"); cluster.resume("decode-0")      # SIGSTOP, SIGCONT
+        await cluster.drain("decode-1", limit_s=30)    # over gRPC, as `splitserve drain` does
+        cluster.workers()                              # names, pids, incarnations, addresses, log files
+        await cluster.wait_until_idle(timeout_s=20)    # every process's own leak check, and the router's
+
+Names are "directory", "prefill-0", ..., "decode-0", ...; they stay while incarnations change. A process
+that ends, that says it is unfit, or that does not answer for `health_timeout_s` is killed and replaced.
+Workers are forked from one warm process that has torch, gRPC and NIXL loaded, so that a replacement is
+there within about a second; those placed in a network namespace are started from scratch.
+"""
 
 from __future__ import annotations
-
-import contextlib
-import ctypes
-import sys
-from collections.abc import Iterable
-
-import psutil
-
-_PR_SET_CHILD_SUBREAPER = 36
-
-
-def adopt_orphans() -> None:
-    """From now on, descendants whose parent dies become our children, so that none can be lost."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def descendants() -> list[psutil.Process]:
-    """All processes that descend from this one."""
-    processes: list[psutil.Process] = psutil.Process().children(recursive=True)
-    return processes
-
-
-def end_processes(processes: Iterable[psutil.Process], grace_s: float) -> None:
-    """Wait `grace_s` for processes to end by themselves, then kill the rest. Safe against pid reuse."""
-    _, alive = psutil.wait_procs(list(processes), timeout=grace_s)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=2.0)

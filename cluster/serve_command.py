@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cluster.background import Background
 from cluster.config import ClusterConfig
-from cluster.processes import adopt_orphans, descendants, end_processes
+from cluster.process_tree import adopt_orphans, descendants, end_processes
 from cluster.serve_port import with_free_port
 from cluster.serve_progress import Report
 from cluster.serve_run import FAREWELL_S, ClusterRun
