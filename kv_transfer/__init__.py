@@ -2,11 +2,13 @@
 
 lease         which tickets still hold              fingerprint  may two workers exchange KV at all
 memory        where a pool lies, which blocks may be touched
+checksums     what blocks hold, in a number each
 factory       a transport by name                   peers        what all transports check
 nixl          between workers (`nixl_agent`, `nixl_metadata`)
 loopback      within one process (`faults`)
 """
 
+from kv_transfer.checksums import block_checksums, require_checksums
 from kv_transfer.factory import agent_name, create_transport
 from kv_transfer.faults import Fault, FaultKind, FaultPlan
 from kv_transfer.fingerprint import check_compatible
@@ -24,6 +26,8 @@ __all__ = [
     "MemoryKind",
     "PoolMemory",
     "agent_name",
+    "block_checksums",
     "check_compatible",
     "create_transport",
+    "require_checksums",
 ]
