@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import grpc
 from prometheus_client import CollectorRegistry, generate_latest
 
 from protocol.codec import record_to_wire
-from protocol.errors import SplitserveError
+from protocol.errors import InvalidRequest, SplitserveError
 from protocol.membership import WorkerRecord
 from protocol.wire import splitserve_pb2 as pb
 from protocol.wire.splitserve_pb2_grpc import WorkerAdminServicer
@@ -18,6 +19,9 @@ from rpc.failures import abort
 InvalidateCacheCall = Callable[[tuple[int, ...] | None, str | None], Awaitable[None]]
 """(token ids of the prefix or None for everything, cache salt): returns when nobody can get it from here
 any more. Raises the fault of an engine that does not listen any more."""
+
+DrainCall = Callable[[float], None]
+"""Begins to drain, with the seconds after which what still runs is handed back. Returns at once."""
 
 
 class AdminService(WorkerAdminServicer):
@@ -28,10 +32,12 @@ class AdminService(WorkerAdminServicer):
         record: Callable[[], WorkerRecord],
         registry: CollectorRegistry,
         invalidate_cache: InvalidateCacheCall,
+        drain: DrainCall,
     ) -> None:
         self._record = record
         self._registry = registry
         self._invalidate_cache = invalidate_cache
+        self._drain = drain
 
     async def Describe(
         self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -56,3 +62,12 @@ class AdminService(WorkerAdminServicer):
         except SplitserveError as error:
             await abort(context, error)
         return pb.InvalidateCacheReply()
+
+    async def Drain(
+        self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.DrainReply:
+        """Asked again, it changes nothing: the first limit holds."""
+        if not 0 <= request.limit_s < math.inf:
+            await abort(context, InvalidRequest(f"limit_s is {request.limit_s}: say how many seconds"))
+        self._drain(request.limit_s)
+        return pb.DrainReply()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from protocol.errors import EngineFault, SplitserveError
+from protocol.errors import EngineFault, SplitserveError, WorkerUnavailable
 
 _log = logging.getLogger(__name__)
 
@@ -26,11 +26,15 @@ class Health:
         self._listeners.append(listener)
 
     def report(self, fault: SplitserveError) -> None:
-        """Declare the worker unfit. Later reports change nothing."""
+        """Declare the worker unfit. Later reports change nothing.
+
+        `WorkerUnavailable` is no fault of its own: it was told to end its work, and has.
+        """
         if self._fault is not None:
             return
         self._fault = fault
-        _log.error("this worker is unfit: %s", fault, exc_info=fault.__cause__)
+        level = logging.WARNING if isinstance(fault, WorkerUnavailable) else logging.ERROR
+        _log.log(level, "this worker is unfit: %s", fault, exc_info=fault.__cause__)
         for listener in self._listeners:
             listener(fault)
 

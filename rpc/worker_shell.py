@@ -1,7 +1,7 @@
 """What is a worker beside its role? An engine, a server, an entry in the directory, and a bounded end.
 
 start: engine ──> server ──> announced            (stopped again when a step fails)
-drain: announced as draining; then the role ends its sessions
+drain: announced as draining; the role lets what runs end, up to a limit; then unfit: to be replaced
 stop:  server ──> tasks ──> withdrawn ──> engine
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,10 +64,12 @@ class WorkerShell(Generic[CommandT, EventT]):
         directory: Directory,
         invalidation: Callable[[SequenceId, tuple[int, ...] | None, str | None], CommandT],
         *,
+        drain_role: Callable[[float], Awaitable[bool]] | None = None,
         on_invalidated: Callable[[EventT], None] = lambda event: None,
     ) -> None:
         """`invalidation` makes the engine's command to forget a cached prefix, or everything;
-        `on_invalidated` gets its answer before anything that happened later."""
+        `on_invalidated` gets its answer before anything that happened later. `drain_role` calls `drain`
+        first, then lets the role's work end for up to so many seconds; True: all of it has ended."""
         self.profile = profile
         self.health = Health()
         self.tasks = TaskSet(self.health)
@@ -78,6 +80,8 @@ class WorkerShell(Generic[CommandT, EventT]):
         self._role = role
         self._invalidation = invalidation
         self._on_invalidated = on_invalidated
+        self._drain_role = drain_role
+        self._is_leaving = False
         self._announcer = Announcer(directory, self.record)
         self._address = ""
         self._server: RunningServer | None = None
@@ -109,7 +113,7 @@ class WorkerShell(Generic[CommandT, EventT]):
             raise StartupError(f"to listen on {host!r}, say which host name others reach this worker by")
         self.engine.start()
         try:
-            service = AdminService(self.record, self.registry, self._invalidate_cache)
+            service = AdminService(self.record, self.registry, self._invalidate_cache, self.drain_and_leave)
             admin = partial(add_WorkerAdminServicer_to_server, service)
             token = self.profile.cluster_token
             self._server = await start_server([*registrars, admin], host, port, token)
@@ -126,6 +130,22 @@ class WorkerShell(Generic[CommandT, EventT]):
         if self._server is not None:
             self.is_draining = True
             await self._announcer.announce()
+
+    def drain_and_leave(self, limit_s: float) -> None:
+        """Drain in the background, then ask to be replaced. Returns at once. Idempotent."""
+        if not self._is_leaving:
+            self._is_leaving = True
+            self.is_draining = True
+            self.tasks.spawn(self._drain_and_leave(limit_s), "drain")
+
+    async def _drain_and_leave(self, limit_s: float) -> None:
+        is_empty = True
+        if self._drain_role is None:
+            await self.drain()
+        else:
+            is_empty = await self._drain_role(limit_s)
+        handed_back = "" if is_empty else f" (what still ran after {limit_s:g} s was handed back)"
+        self.health.report(WorkerUnavailable(f"drained{handed_back}; to be replaced"))
 
     async def stop(self) -> None:
         """End what `start` started; the role has ended its sessions before. Bounded, idempotent.
@@ -152,7 +172,8 @@ class WorkerShell(Generic[CommandT, EventT]):
     def unfit(self) -> WorkerUnavailable:
         """What a router is told about a worker that is broken for good, beside the fault of its requests:
         this stream leads nowhere, and there is no point in another one."""
-        return WorkerUnavailable(f"{self.profile.identity.worker_id} is broken and will be replaced")
+        why = "is drained" if isinstance(self.health.fault, WorkerUnavailable) else "is broken"
+        return WorkerUnavailable(f"{self.profile.identity.worker_id} {why} and will be replaced")
 
     async def _invalidate_cache(self, token_ids: tuple[int, ...] | None, cache_salt: str | None) -> None:
         """Return when it is done. Raises `EngineFault`; whoever waits sets the time limit."""
