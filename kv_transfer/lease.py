@@ -1,19 +1,26 @@
-"""Does a held prompt's KV still belong to its ticket? The owner's book of leases.
+"""Does a ticket's KV still belong to it? The owner's book of leases.
 
-    grant --> HELD --release, all tokens ready--> VALID     the caller frees the blocks now
-                |----release, prefill unfinished-> EXPIRED  the caller frees the blocks now
-                |----drop------------------------> EXPIRED  the caller frees the blocks now
-                \\----deadline passed-------------> EXPIRED  `expire` reports it once; the caller frees then
+    grant --> COMPUTING --all ready--> HELD --release by a reader--> VALID    the caller frees now
+                 |                       |----drop-----------------> EXPIRED  the caller frees now
+                 |                       \\----deadline passed------> EXPIRED  `expire` reports it once
+                 \\----release, drop----------------------------------> EXPIRED  the caller frees now
+
+A lease cannot lapse while the owner still computes or inspects the KV: whoever asked for that bounds it.
+Its time starts anew when the last token is ready.
 
 Verdicts are remembered up to a count, the oldest forgotten first: a forgotten ticket is `UNKNOWN`,
-which readers treat like `EXPIRED`. The clock is asked at every call, so a lapse counts from its moment
-on, whether or not `expire` has run since.
+which readers treat like `EXPIRED`. `VALID` is remembered with its reader; all others get `EXPIRED`. The
+clock is asked at every call, so a lapse counts from its moment on, whether or not `expire` has run since.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from protocol.errors import EngineFault
 from protocol.handoff import LeaseStatus, Verdict
@@ -21,17 +28,40 @@ from protocol.ids import TicketId
 from protocol.ports import Clock
 
 MAX_VERDICTS = 100_000
-"""Far more than the tickets of any time span in which a reader still asks again; about 20 MB."""
+"""Far more than the tickets of any time span in which a reader still asks again; about 30 MB."""
+
+NOT_HELD = LeaseStatus(held=False, tokens_ready=0, lease_s=0.0)
 
 
 @dataclass(slots=True)
 class _Lease:
     lease_s: float
-    deadline: float
+    due_s: float
+    """Clock time of the lapse, where it can lapse."""
     num_tokens: int
     tokens_ready: int
+    num_pins: int = 0
     lapsed: bool = False
     """True: the verdict is EXPIRED already, and `expire` has yet to report the ticket."""
+
+    @property
+    def is_complete(self) -> bool:
+        return self.tokens_ready == self.num_tokens
+
+    @property
+    def deadline_s(self) -> float:
+        can_lapse = self.is_complete and self.num_pins == 0
+        return self.due_s if can_lapse or self.lapsed else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    verdict: Literal[Verdict.VALID, Verdict.EXPIRED]
+    reader: str = ""
+    """For whom it is VALID."""
+
+
+_EXPIRED = _Ending(Verdict.EXPIRED)
 
 
 class LeaseTable:
@@ -47,7 +77,7 @@ class LeaseTable:
         self._clock = clock
         self._max_verdicts = max_verdicts
         self._leases: dict[TicketId, _Lease] = {}
-        self._verdicts: OrderedDict[TicketId, Verdict] = OrderedDict()
+        self._endings: OrderedDict[TicketId, _Ending] = OrderedDict()
 
     @property
     def num_held(self) -> int:
@@ -55,11 +85,12 @@ class LeaseTable:
         return len(self._leases)
 
     def grant(self, ticket_id: TicketId, lease_s: float, num_tokens: int, tokens_ready: int = 0) -> None:
-        """Start a lease of `lease_s` seconds on the KV of `num_tokens` tokens.
+        """Start a lease on the KV of `num_tokens` tokens, that needs a renewal every `lease_s` seconds
+        from the last one's completion on.
 
         Raises `ValueError` for a ticket id that was used before, or a lease that cannot hold.
         """
-        if ticket_id in self._leases or ticket_id in self._verdicts:
+        if ticket_id in self._leases or ticket_id in self._endings:
             raise ValueError(f"ticket {ticket_id} was granted before")
         if not lease_s > 0:
             raise ValueError(f"a lease needs more than {lease_s} seconds")
@@ -67,38 +98,90 @@ class LeaseTable:
             raise ValueError(f"{tokens_ready} of {num_tokens} tokens cannot be ready")
         self._leases[ticket_id] = _Lease(lease_s, self._clock() + lease_s, num_tokens, tokens_ready)
 
-    def progress(self, ticket_id: TicketId, tokens_ready: int) -> None:
-        """Note that the KV of the first `tokens_ready` tokens is complete. Never goes back.
+    def progress(self, ticket_id: TicketId, tokens_ready: int) -> bool:
+        """Note that the KV of the first `tokens_ready` tokens is complete. True when that is news.
 
-        A ticket that is not held is ignored: the prefill raced with the lease's end. Raises
-        `ValueError` for more tokens than were granted.
+        Never goes back. A ticket that is not held is ignored: the prefill raced with the lease's end.
+        Raises `ValueError` for more tokens than were granted.
         """
         lease = self._held(ticket_id)
         if lease is None:
-            return
+            return False
         if tokens_ready > lease.num_tokens:
             raise ValueError(f"{tokens_ready} tokens ready of a ticket for {lease.num_tokens}")
-        lease.tokens_ready = max(lease.tokens_ready, tokens_ready)
+        if tokens_ready <= lease.tokens_ready:
+            return False
+        lease.tokens_ready = tokens_ready
+        if lease.is_complete:
+            self._start_anew(lease)
+        return True
+
+    def status(self, ticket_id: TicketId) -> LeaseStatus:
+        """What a renewal would say, without one."""
+        lease = self._held(ticket_id)
+        return NOT_HELD if lease is None else LeaseStatus(True, lease.tokens_ready, lease.lease_s)
+
+    def is_complete(self, ticket_id: TicketId) -> bool:
+        """Whether the ticket is held and all its tokens are ready."""
+        lease = self._held(ticket_id)
+        return lease is not None and lease.is_complete
 
     def renew(self, ticket_id: TicketId) -> LeaseStatus:
         """Start the lease's time anew, if it still holds."""
         lease = self._held(ticket_id)
+        if lease is not None:
+            self._start_anew(lease)
+        return self.status(ticket_id)
+
+    def orphan(self, ticket_id: TicketId, grace_s: float) -> bool:
+        """The reader seems to be gone: let the lease lapse in `grace_s` unless someone renews it.
+
+        Never makes it longer. False when that changes nothing: the ticket is not held, or its lease
+        cannot lapse now.
+        """
+        lease = self._held(ticket_id)
+        if lease is None or math.isinf(lease.deadline_s):
+            return False
+        lease.due_s = min(lease.due_s, self._clock() + grace_s)
+        return True
+
+    @contextmanager
+    def pinned(self, ticket_id: TicketId) -> Iterator[None]:
+        """The owner looks at the KV: the lease cannot lapse inside the block, and starts anew at its end.
+
+        It can still be released or dropped.
+        """
+        lease = self._held(ticket_id)
         if lease is None:
-            return LeaseStatus(held=False, tokens_ready=0, lease_s=0.0)
-        lease.deadline = self._clock() + lease.lease_s
-        return LeaseStatus(held=True, tokens_ready=lease.tokens_ready, lease_s=lease.lease_s)
+            yield
+            return
+        lease.num_pins += 1
+        try:
+            yield
+        finally:
+            lease.num_pins -= 1
+            self._start_anew(lease)
 
-    def release(self, ticket_id: TicketId) -> Verdict:
-        """The reader is done: end the lease and say whether what it read counts. Sticky, idempotent.
+    def release(self, ticket_id: TicketId, reader: str) -> Verdict:
+        """A reader is done: end the lease and say whether what it read counts. Sticky, idempotent.
 
-        `VALID` only when the lease never lapsed, was never dropped, and all tokens were ready. Whatever
-        the verdict, the blocks may be freed.
+        `VALID` only for the first reader that asks, and only when the lease never lapsed, was never
+        dropped, and all tokens were ready. Whatever the verdict, the blocks may be freed.
         """
         lease = self._held(ticket_id)
         if lease is not None:
-            is_complete = lease.tokens_ready == lease.num_tokens
-            self._end(ticket_id, Verdict.VALID if is_complete else Verdict.EXPIRED)
-        return self._verdict(ticket_id)
+            self._end(ticket_id, _Ending(Verdict.VALID, reader) if lease.is_complete else _EXPIRED)
+        if ticket_id in self._leases:  # lapsed, whatever the memory has room for
+            return Verdict.EXPIRED
+        ending = self._endings.get(ticket_id)
+        if ending is None:
+            return Verdict.UNKNOWN
+        return Verdict.EXPIRED if self.is_fenced(ticket_id, reader) else ending.verdict
+
+    def is_fenced(self, ticket_id: TicketId, reader: str) -> bool:
+        """Whether the ticket was `VALID` for another reader, and so can't be for this one."""
+        ending = self._endings.get(ticket_id)
+        return ending is not None and ending.verdict is Verdict.VALID and ending.reader != reader
 
     def drop(self, ticket_id: TicketId) -> bool:
         """Give the ticket up, so that a later release says `EXPIRED`. True when it was held until now.
@@ -107,7 +190,7 @@ class LeaseTable:
         """
         if self._held(ticket_id) is None:
             return False
-        self._end(ticket_id, Verdict.EXPIRED)
+        self._end(ticket_id, _EXPIRED)
         return True
 
     def expire(self) -> list[TicketId]:
@@ -118,8 +201,9 @@ class LeaseTable:
         return lapsed
 
     def next_deadline(self) -> float | None:
-        """Clock time at which `expire` will have something to report; None when nothing is held."""
-        return min((lease.deadline for lease in self._leases.values()), default=None)
+        """Clock time at which `expire` will have something to report; None when nothing can lapse."""
+        deadline_s = min((lease.deadline_s for lease in self._leases.values()), default=math.inf)
+        return None if math.isinf(deadline_s) else deadline_s
 
     def assert_idle(self) -> None:
         """Raise `EngineFault` unless every granted ticket was given back."""
@@ -131,22 +215,20 @@ class LeaseTable:
         lease = self._leases.get(ticket_id)
         if lease is None or lease.lapsed:
             return None
-        if self._clock() >= lease.deadline:
+        if self._clock() >= lease.deadline_s:
             lease.lapsed = True
-            self._remember(ticket_id, Verdict.EXPIRED)
+            self._remember(ticket_id, _EXPIRED)
             return None
         return lease
 
-    def _end(self, ticket_id: TicketId, verdict: Verdict) -> None:
+    def _start_anew(self, lease: _Lease) -> None:
+        lease.due_s = self._clock() + lease.lease_s
+
+    def _end(self, ticket_id: TicketId, ending: _Ending) -> None:
         del self._leases[ticket_id]
-        self._remember(ticket_id, verdict)
+        self._remember(ticket_id, ending)
 
-    def _verdict(self, ticket_id: TicketId) -> Verdict:
-        if ticket_id in self._leases:  # lapsed, whatever the memory has room for
-            return Verdict.EXPIRED
-        return self._verdicts.get(ticket_id, Verdict.UNKNOWN)
-
-    def _remember(self, ticket_id: TicketId, verdict: Verdict) -> None:
-        self._verdicts[ticket_id] = verdict
-        if len(self._verdicts) > self._max_verdicts:
-            self._verdicts.popitem(last=False)
+    def _remember(self, ticket_id: TicketId, ending: _Ending) -> None:
+        self._endings[ticket_id] = ending
+        if len(self._endings) > self._max_verdicts:
+            self._endings.popitem(last=False)

@@ -18,6 +18,15 @@ class PrefillMetrics:
         held = Gauge("splitserve_held_tickets", "Tickets whose blocks are held", registry=registry)
         held.set_function(num_held)
         self._granted = Counter("splitserve_tickets_granted", "Tickets handed out", registry=registry)
+        self._early = Counter(
+            "splitserve_tickets_early", "Tickets handed out before the prefill was done", registry=registry
+        )
+        self._orphaned = Counter(
+            "splitserve_lease_orphaned", "Leases cut short since the reader's call broke", registry=registry
+        )
+        self._fenced = Counter(
+            "splitserve_readers_fenced", "Releases after another reader's valid one", registry=registry
+        )
         self._expired = Counter("splitserve_lease_expired", "Leases that lapsed", registry=registry)
         self._verdicts = Counter(
             "splitserve_ticket_releases", "Releases by readers", ["verdict"], registry=registry
@@ -39,8 +48,16 @@ class PrefillMetrics:
     def observe_failure(self, error: SplitserveError) -> None:
         self._failures.labels(type(error).__name__).inc()
 
-    def observe_grant(self) -> None:
+    def observe_grant(self, *, is_early: bool) -> None:
         self._granted.inc()
+        if is_early:
+            self._early.inc()
+
+    def observe_orphan(self) -> None:
+        self._orphaned.inc()
+
+    def observe_fenced_reader(self) -> None:
+        self._fenced.inc()
 
     def observe_expiry(self) -> None:
         self._expired.inc()

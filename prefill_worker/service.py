@@ -65,9 +65,19 @@ class PrefillService(PrefillWorkerServicer):
         )
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewReply:
-        status = self._holder.renew(request.incarnation, TicketId(request.ticket_id))
+        status = await self._holder.renew(
+            request.incarnation, TicketId(request.ticket_id), request.tokens_known, request.wait_s
+        )
         return pb.RenewReply(held=status.held, tokens_ready=status.tokens_ready, lease_s=status.lease_s)
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
-        verdict = self._holder.release(request.incarnation, TicketId(request.ticket_id))
-        return pb.ReleaseReply(verdict=verdict.value)
+        try:
+            released = await self._holder.release(
+                request.incarnation,
+                TicketId(request.ticket_id),
+                request.reader,
+                wants_checksums=request.wants_checksums,
+            )
+        except SplitserveError as error:
+            await abort(context, error)
+        return pb.ReleaseReply(verdict=released.verdict.value, checksums=released.checksums)

@@ -2,12 +2,14 @@
 
 Life of one request here:
 
-    submit ──> queued ──blocks──> computing ──first tokens──> PrefillDone + ticket (blocks HELD)
-                  │                   │              \\──all finished──> PrefillDone, nothing held
-                  └──── abort, deadline, session end, fault ──> dropped from the engine
+    submit ──> queued ──blocks──> computing, ticket out ──first tokens──> PrefillDone, HELD
+                 │                   │                        \\──all finished──> PrefillDone, dropped
+                 │                   ├── its reader gave up, its KV became stale ──> failure
+                 └───────────────────┴── abort, deadline, session end, fault ──> dropped from the engine
 
 A request with several choices is one prefill: one sequence, one first token per choice, one ticket.
-The end of the session drops what was not handed out. A ticket that left lives on until its lease ends.
+The end of the session drops what is still being computed, with its tickets. A ticket whose prefill is done
+lives on until its lease ends.
 """
 
 from __future__ import annotations
@@ -37,10 +39,16 @@ from protocol.codec import (
     token_to_wire,
     write_delta,
 )
-from protocol.errors import DeadlineExceeded, InvalidRequest, SplitserveError
+from protocol.errors import (
+    DeadlineExceeded,
+    EngineFault,
+    InvalidRequest,
+    LeaseExpired,
+    SplitserveError,
+    WorkerUnavailable,
+)
 from protocol.generation import GenerationRequest, Receipt, Token, TokenDelta
-from protocol.handoff import Ticket
-from protocol.ids import BlockId, RequestId, SequenceId, TicketId
+from protocol.ids import RequestId, SequenceId, TicketId
 from protocol.ports import Clock
 from protocol.wire import splitserve_pb2 as pb
 from rpc import EngineLink, FrameOutbox
@@ -55,7 +63,8 @@ class Prefill:
     received_s: float
     deadline: asyncio.TimerHandle
     allocated_s: float | None = None
-    block_ids: tuple[BlockId, ...] = ()
+    ticket_id: TicketId | None = None
+    """None until the blocks are allocated."""
     tokens_ready: int = 0
     prompt_logprobs: list[Token] = field(default_factory=list)
     firsts: list[TokensSampled] = field(default_factory=list)
@@ -106,16 +115,15 @@ class PrefillSession:
         elif kind == "abort_request_id":
             self._abort(RequestId(command.abort_request_id))
         elif kind == "release_ticket_id":
-            self._holder.drop(TicketId(command.release_ticket_id))
+            self._release(TicketId(command.release_ticket_id))
 
     def end(self) -> None:
-        """Drop whatever was not handed out, tickets in unwritten frames included. Idempotent."""
+        """Drop what is being computed, and what the router was not told of. Idempotent."""
         for request_id in list(self._prefills):
             self._abort(request_id)
         for frame in self.outbox.unsent():
             for done in frame.done:
-                if done.HasField("ticket"):
-                    self._holder.drop(TicketId(done.ticket.ticket_id))
+                self._holder.drop_request(RequestId(done.firsts[0].request_id))
 
     def fail_all(self, error: SplitserveError) -> None:
         """Tell the router that none of its requests will be answered."""
@@ -157,23 +165,48 @@ class PrefillSession:
 
     def _on_event(self, prefill: Prefill, event: Event) -> None:
         match event:
+            case BlocksAllocated() if prefill.ticket_id is None:
+                self._issue_ticket(prefill, event)
             case BlocksAllocated():
-                prefill.allocated_s = self._clock()
-                prefill.block_ids = event.block_ids
-                prefill.tokens_ready = event.num_cached_tokens
+                # It starts over, in other blocks: the cache was told to forget what it had computed.
+                self._fail(prefill, WorkerUnavailable("the KV became stale during the prefill"))
             case PrefillProgressed():
-                prefill.tokens_ready = event.num_computed
+                self._progress(prefill, event.num_computed)
             case PromptScored():
                 prefill.prompt_logprobs.extend(event.tokens)
             case TokensSampled():
                 prefill.firsts.append(event)
                 if len(prefill.firsts) == prefill.request.n:
-                    self._hand_off(prefill)
+                    self._finish(prefill)
             case SequenceFailed():
                 self._fail(prefill, event.error)
 
-    def _hand_off(self, prefill: Prefill) -> None:
-        """Send the first tokens and, unless they were all last ones, the ticket for the KV before them."""
+    def _issue_ticket(self, prefill: Prefill, allocated: BlocksAllocated) -> None:
+        """Tell the router where the KV will be, so that its reader need not wait for the last of it."""
+        prefill.allocated_s = self._clock()
+        prefill.tokens_ready = allocated.num_cached_tokens
+        ticket = self._holder.offer(
+            prefill.request.request_id,
+            prefill.seq_id,
+            allocated.block_ids,
+            num_tokens=prefill.num_tokens,
+            tokens_ready=prefill.tokens_ready,
+            on_end=lambda: self._on_ticket_end(prefill),
+        )
+        prefill.ticket_id = ticket.ticket_id
+        self.outbox.pending().tickets.add(
+            request_id=prefill.request.request_id, ticket=ticket_to_wire(ticket)
+        )
+
+    def _progress(self, prefill: Prefill, num_computed: int) -> None:
+        """The last tokens become readable with the first sampled ones, see `_finish`: a reader that has
+        all may release the sequence, which must not end it before it has sampled."""
+        prefill.tokens_ready = num_computed
+        if prefill.ticket_id is not None and num_computed < prefill.num_tokens:
+            self._holder.progress(prefill.ticket_id, num_computed)
+
+    def _finish(self, prefill: Prefill) -> None:
+        """Send the first tokens, and unless they were all last ones, hold the KV for its reader."""
         self._forget(prefill.request.request_id)
         receipt = prefill.receipt(self._clock(), prefill.firsts[0].num_cached_tokens)
         self._metrics.observe_prefill(receipt)
@@ -185,35 +218,56 @@ class PrefillSession:
                 prefill.request.request_id, event.tokens, event.finish_reason, receipt, event.index
             )
             write_delta(delta, done.firsts.add())
-        if any(event.finish_reason is None for event in prefill.firsts):
-            done.ticket.CopyFrom(ticket_to_wire(self._offer(prefill)))
+        self._hold_or_drop(prefill)
 
-    def _offer(self, prefill: Prefill) -> Ticket:
-        return self._holder.offer(
-            prefill.request.request_id,
-            prefill.seq_id,
-            prefill.block_ids,
-            num_tokens=prefill.num_tokens,
-            tokens_ready=prefill.tokens_ready,
-        )
+    def _hold_or_drop(self, prefill: Prefill) -> None:
+        goes_on = any(event.finish_reason is None for event in prefill.firsts)
+        if goes_on and (prefill.ticket_id is None or prefill.tokens_ready != prefill.num_tokens):
+            raise EngineFault(
+                f"a first token came when {prefill.tokens_ready} of {prefill.num_tokens} tokens were ready"
+            )
+        if prefill.ticket_id is None:
+            return
+        if goes_on:
+            self._holder.progress(prefill.ticket_id, prefill.num_tokens)
+        else:
+            self._holder.drop(prefill.ticket_id)
 
     def _fail(self, prefill: Prefill, error: SplitserveError) -> None:
-        self._forget(prefill.request.request_id)
+        """Of a sequence that is gone, or is worth nothing any more."""
+        self._drop(prefill.request.request_id)
         self._tell_failure(prefill.request.request_id, error)
 
     def _abort(self, request_id: RequestId) -> None:
-        """The router has no use for the request any more, whether or not its ticket has left."""
+        """The router has no use for the request any more, whether or not its prefill is done."""
         self._drop(request_id)
         self._holder.drop_request(request_id)
+
+    def _release(self, ticket_id: TicketId) -> None:
+        """The router has no use for the ticket any more."""
+        for prefill in list(self._prefills.values()):
+            if prefill.ticket_id == ticket_id:
+                self._drop(prefill.request.request_id)
+        self._holder.drop(ticket_id)
 
     def _expire(self, request_id: RequestId) -> None:
         self._drop(request_id)
         self._tell_failure(request_id, DeadlineExceeded("the deadline passed during the prefill"))
 
+    def _on_ticket_end(self, prefill: Prefill) -> None:
+        """Not by this session, if the request is still here: then its sequence was taken away."""
+        if self._prefills.get(prefill.request.request_id) is prefill:
+            self._fail(prefill, LeaseExpired("the ticket was given up before the prefill was done"))
+
     def _drop(self, request_id: RequestId) -> None:
+        """Forget a request that is being computed, and take its sequence out of the engine."""
         prefill = self._forget(request_id)
-        if prefill is not None:
+        if prefill is None:
+            return
+        if prefill.ticket_id is None:
             self._engine.post(AbortSequence(prefill.seq_id))
+        else:
+            self._holder.drop(prefill.ticket_id)
 
     def _forget(self, request_id: RequestId) -> Prefill | None:
         prefill = self._prefills.pop(request_id, None)

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from engine import CacheInvalidated, Command, Event, InvalidateCache, ReleaseSequence
+from prefill_worker.checksums import Checksum
 from prefill_worker.config import PrefillWorkerConfig
 from prefill_worker.holder import Holder
 from prefill_worker.metrics import PrefillMetrics
@@ -37,15 +38,20 @@ class PrefillWorker:
         transport: KvTransport,
         directory: Directory,
         config: PrefillWorkerConfig,
+        checksum: Checksum | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`make_engine` builds the engine, which calls its argument with the events of every step."""
+        """`make_engine` builds the engine, which calls its argument with the events of every step.
+
+        `checksum` tells what blocks of the pool hold; None: readers that want to know are refused.
+        """
         self._shell: WorkerShell[Command, Event] = WorkerShell(
             profile,
             Role.PREFILL,
             make_engine,
             directory,
             InvalidateCache,
+            drain_role=self.drain,
             on_invalidated=self._void_what_is_stale,
         )
         self._transport = transport
@@ -60,6 +66,7 @@ class PrefillWorker:
             release_sequence=lambda seq_id: self._shell.engine.post(ReleaseSequence(seq_id)),
             metrics=self._metrics,
             clock=clock,
+            checksum=checksum,
         )
         self._shell.health.on_fault(self._fail_all)
 
@@ -79,8 +86,22 @@ class PrefillWorker:
         self._shell.tasks.spawn(self._holder.expire_forever(), "lease expiry")
         return address
 
+    async def drain(self, limit_s: float) -> bool:
+        """Take no new work, say so, and wait until nothing is computed or held, for up to `limit_s`.
+
+        What is left then is failed with `WorkerUnavailable`, so that its router goes elsewhere, and held
+        tickets are dropped. True when that was nothing. Routers and readers stay connected. Idempotent.
+        """
+        await self._shell.drain()
+        if await wait_until(self._is_idle, limit_s):
+            return True
+        self._end_requests(
+            WorkerUnavailable(f"{self._shell.profile.identity.worker_id} is drained, its time is up")
+        )
+        return False
+
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Let requests and held tickets end for up to `grace_s`, then end everything. Bounded, idempotent.
+        """`drain` for up to `grace_s`, then end everything. Bounded, idempotent.
 
         Each part is ended whatever becomes of the others; their errors are raised afterwards.
         """
@@ -88,11 +109,10 @@ class PrefillWorker:
             ends.callback(self._transport.close)
             ends.callback(self._holder.drop_all)
             ends.push_async_callback(self._shell.stop)
-            await self._shell.drain()
-            await wait_until(self._is_idle, grace_s)
+            await self.drain(grace_s)
             for session in list(self._sessions):
                 session.end()
-                session.outbox.close(WorkerUnavailable("the prefill worker shuts down"))
+                session.outbox.finish(WorkerUnavailable("the prefill worker shuts down"))
 
     def check_health(self) -> None:
         """Raise `EngineFault` when this worker must be replaced."""
@@ -136,7 +156,11 @@ class PrefillWorker:
     def _fail_all(self, fault: SplitserveError) -> None:
         """A broken engine answers no more: say so, let no router stay, and let readers know that their KV
         is void."""
+        self._end_requests(fault)
         for session in self._sessions:
-            session.fail_all(fault)
             session.outbox.finish(self._shell.unfit())
+
+    def _end_requests(self, error: SplitserveError) -> None:
+        for session in self._sessions:
+            session.fail_all(error)
         self._holder.drop_all()
