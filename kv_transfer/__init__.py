@@ -5,26 +5,28 @@ memory        where a pool lies, which blocks may be touched
 checksums     what blocks hold, in a number each
 factory       a transport by name                   peers        what all transports check
 nixl          between workers (`nixl_agent`, `nixl_metadata`)
-loopback      within one process (`faults`)
+loopback      within one process
+faulty        any transport with faults on purpose (`faults`)
 """
 
 from kv_transfer.checksums import block_checksums, require_checksums
 from kv_transfer.factory import agent_name, create_transport
-from kv_transfer.faults import Fault, FaultKind, FaultPlan
+from kv_transfer.faults import FaultKind, ReadFaults
+from kv_transfer.faulty import FaultyTransport
 from kv_transfer.fingerprint import check_compatible
 from kv_transfer.lease import LeaseTable
 from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
 from kv_transfer.memory import MemoryKind, PoolMemory
 
 __all__ = [
-    "Fault",
     "FaultKind",
-    "FaultPlan",
+    "FaultyTransport",
     "LeaseTable",
     "LoopbackNetwork",
     "LoopbackTransport",
     "MemoryKind",
     "PoolMemory",
+    "ReadFaults",
     "agent_name",
     "block_checksums",
     "check_compatible",

@@ -1,79 +1,46 @@
-"""What goes wrong with the next read of a loopback network? For tests that need a transport to fail."""
+"""What can go wrong with a read of KV blocks, and how often shall it? Data; `faulty` makes it happen."""
 
 from __future__ import annotations
 
-import random
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+
+from protocol.faults import DEFAULT_MAX_DELAY_S, FaultPlan, check_rates
 
 
 class FaultKind(StrEnum):
     """How a read goes wrong."""
 
+    REFUSE = "refuse"
+    """It cannot be started, and no block is touched."""
     FAIL = "fail"
-    """Half of the blocks are copied, then the read is FAILED."""
+    """Half of the blocks are read, then it is FAILED."""
+    TRUNCATE = "truncate"
+    """Half of the blocks are read, yet it is DONE: only a checksum tells."""
+    BIT_FLIP = "bit_flip"
+    """All is read and it is DONE, but one bit is wrong: only a checksum tells."""
     STALL = "stall"
-    """PENDING until `FaultPlan.resume`, then the read takes place."""
+    """PENDING until `FaultPlan.resume`, which only tests call; then the read takes place."""
     DELAY = "delay"
-    """PENDING for some polls, then the read takes place."""
-    CORRUPT = "corrupt"
-    """DONE, but one byte is wrong: no transport tells, only a check of the content can."""
+    """PENDING for a while, then the read takes place."""
+    DISCONNECT = "disconnect"
+    """The peer is gone: this read FAILS, and later ones are refused until it is connected anew."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """One read's fate."""
+class ReadFaults:
+    """How the reads of a worker go wrong: what a configuration says."""
 
-    kind: FaultKind
-    num_polls: int = 0
-    """How long a DELAY lasts."""
-    number: int = 0
-    """Counts the plan's faults, so that `is_stalled` knows which one is asked about."""
+    rates: Mapping[FaultKind, float] = field(default_factory=dict)
+    """Probability per read; their sum is at most 1."""
+    seed: int | str = 0
+    max_delay_s: float = DEFAULT_MAX_DELAY_S
+    """A DELAY lasts up to this long."""
 
+    def __post_init__(self) -> None:
+        check_rates(self.rates)
 
-class FaultPlan:
-    """Scripted faults first, in order; then random ones at the given rates. Pure, seeded."""
-
-    def __init__(self, rates: Mapping[FaultKind, float] | None = None, seed: int = 0) -> None:
-        """`rates` are the probabilities per read; what is left to 1 is a read without fault."""
-        self._rates = dict(rates or {})
-        total = sum(self._rates.values())
-        if min(self._rates.values(), default=0.0) < 0 or total > 1:
-            raise ValueError(f"fault rates must be between 0 and 1 in sum, not {self._rates}")
-        self._random = random.Random(seed)
-        self._script: deque[Fault | None] = deque()
-        self._num_taken = 0
-        self._num_resumed = 0
-
-    def script(self, kind: FaultKind | None, num_polls: int = 1) -> None:
-        """Append the fate of one read; None is a read without fault."""
-        self._script.append(None if kind is None else Fault(kind, num_polls))
-
-    def take(self) -> Fault | None:
-        """The fate of the read that starts now."""
-        fault = self._script.popleft() if self._script else self._draw()
-        if fault is None:
-            return None
-        self._num_taken += 1
-        return Fault(fault.kind, fault.num_polls, self._num_taken)
-
-    def resume(self) -> None:
-        """Let all reads go on that are stalled now; later ones stall anew."""
-        self._num_resumed = self._num_taken
-
-    def is_stalled(self, fault: Fault) -> bool:
-        return fault.kind is FaultKind.STALL and fault.number > self._num_resumed
-
-    def corrupt_byte(self, block_bytes: int) -> int:
-        """Offset of the byte that a CORRUPT read spoils."""
-        return self._random.randrange(block_bytes)
-
-    def _draw(self) -> Fault | None:
-        draw = self._random.random()
-        for kind, rate in self._rates.items():
-            if draw < rate:
-                return Fault(kind, num_polls=self._random.randint(1, 5))
-            draw -= rate
-        return None
+    def plan(self, agent: str) -> FaultPlan[FaultKind]:
+        """The plan of one transport agent: each has fates of its own, the same in every run."""
+        return FaultPlan(self.rates, seed=f"{self.seed}/{agent}", max_delay_s=self.max_delay_s)

@@ -1,6 +1,6 @@
 """How do KV blocks move inside one process? By copying, when the reader polls.
 
-Ships in the product: a cluster composed in one process uses it, and tests make it fail on purpose.
+Ships in the product: a cluster composed in one process uses it, and so do tests.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_transfer.faults import Fault, FaultKind, FaultPlan
 from kv_transfer.memory import MemoryKind, PoolMemory
 from kv_transfer.peers import PeerTable, num_read_bytes
 from protocol.errors import StartupError, TransferFailed
@@ -21,14 +20,13 @@ LOOPBACK = "loopback"
 
 
 class LoopbackNetwork:
-    """The pools that can be reached by agent name, and what goes wrong between them.
+    """The pools that can be reached by agent name.
 
     Shared by the transports of one process. A read sees what the owner has written before the poll that
     copies; as with every transport, only blocks that their owner has finished are worth reading.
     """
 
-    def __init__(self, faults: FaultPlan | None = None) -> None:
-        self.faults = faults or FaultPlan()
+    def __init__(self) -> None:
         self._pools: dict[str, PoolMemory] = {}
         self._used_names: set[str] = set()
 
@@ -106,8 +104,6 @@ class LoopbackFetch:
         self._local = local
         self._network = network
         self._peers = peers
-        self._fault: Fault | None = network.faults.take()
-        self._num_polls = 0
         self._status = FetchStatus.PENDING
 
     @property
@@ -126,36 +122,11 @@ class LoopbackFetch:
             raise TransferFailed(f"a read from {self._read.agent} is still pending")
 
     def _advance(self) -> FetchStatus:
-        if self._must_wait():
-            return FetchStatus.PENDING
         remote = self._network.pool(self._read.agent)
         if remote is None:
             return FetchStatus.FAILED
-        kind = self._fault.kind if self._fault else None
-        num_blocks = len(self._read.local_blocks)
-        if kind is FaultKind.FAIL:
-            self._copy(remote, num_blocks // 2)
-            return FetchStatus.FAILED
-        self._copy(remote, num_blocks)
-        if kind is FaultKind.CORRUPT and num_blocks:
-            self._spoil_a_byte()
-        return FetchStatus.DONE
-
-    def _must_wait(self) -> bool:
-        self._num_polls += 1
-        if self._fault is None:
-            return False
-        if self._fault.kind is FaultKind.DELAY:
-            return self._num_polls <= self._fault.num_polls
-        return self._network.faults.is_stalled(self._fault)
-
-    def _copy(self, remote: PoolMemory, num_blocks: int) -> None:
-        read = self._read
-        for theirs, mine in zip(read.remote_blocks[:num_blocks], read.local_blocks, strict=False):
+        for theirs, mine in zip(self._read.remote_blocks, self._read.local_blocks, strict=True):
             ctypes.memmove(
                 self._local.block_address(mine), remote.block_address(theirs), remote.block_bytes
             )
-
-    def _spoil_a_byte(self) -> None:
-        view = self._local.block_view(self._read.local_blocks[-1])
-        view[self._network.faults.corrupt_byte(len(view))] ^= 0xFF
+        return FetchStatus.DONE

@@ -9,7 +9,8 @@ from worker_fakes import BLOCK_SIZE, CLUSTER_TOKEN, PoolKv
 
 from engine import EngineCore, EngineThread, SchedulerConfig
 from engine.fake_executor import FakeExecutor
-from kv_transfer import LoopbackNetwork, LoopbackTransport, agent_name
+from kv_transfer import FaultKind, FaultyTransport, LoopbackNetwork, LoopbackTransport, agent_name
+from protocol.faults import FaultPlan
 from protocol.handoff import Fingerprint
 from protocol.ids import WorkerIdentity
 from rpc import WorkerProfile
@@ -30,7 +31,9 @@ class Station:
             num_blocks=NUM_BLOCKS, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE, **scheduler
         )
         self.core = EngineCore(config, self, frozenset(), time.monotonic)
-        self.transport = LoopbackTransport(memory, agent_name(identity, 0), network)
+        self.read_faults: FaultPlan[FaultKind] = FaultPlan()
+        transport = LoopbackTransport(memory, agent_name(identity, 0), network)
+        self.transport = FaultyTransport(transport, memory, self.read_faults)
         self.breaks = False
 
     def execute(self, plan: Any) -> Any:

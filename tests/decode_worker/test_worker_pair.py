@@ -290,7 +290,7 @@ async def test_choices_are_fetched_once_for_all() -> None:
 
 async def test_failed_read_is_made_up_for_in_every_choice() -> None:
     pair = Pair()
-    pair.network.faults.script(FaultKind.FAIL, 20)
+    pair.d.read_faults.script(FaultKind.FAIL)
     async with running(pair) as router:
         request = replace(make_request(num_prompt=30), n=3)
         tokens = await router.generate_choices(request)
@@ -393,7 +393,7 @@ async def test_resumed_run_continues_where_the_first_ended() -> None:
 @pytest.mark.parametrize("fault", [FaultKind.FAIL, FaultKind.DELAY])
 async def test_failed_or_slow_read_changes_no_token(fault: FaultKind) -> None:
     pair = Pair()
-    pair.network.faults.script(fault, 20)
+    pair.d.read_faults.script(fault, 0.1)
     async with running(pair) as router:
         request = make_request(num_prompt=30)
         tokens, _ = await router.generate(request)
@@ -404,7 +404,7 @@ async def test_failed_or_slow_read_changes_no_token(fault: FaultKind) -> None:
 
 async def test_failed_read_fails_the_request_when_the_policy_says_so() -> None:
     pair = Pair(OnKvFailure.FAIL)
-    pair.network.faults.script(FaultKind.FAIL)
+    pair.d.read_faults.script(FaultKind.FAIL)
     async with running(pair) as router:
         with pytest.raises(TransferFailed):
             await router.generate(make_request())
@@ -431,19 +431,19 @@ async def test_lease_that_lapsed_before_the_hand_over_is_never_trusted(policy: O
 async def test_stalled_read_keeps_its_lease_and_ends_well() -> None:
     """The lease is long enough for a machine that is busy with other things, and still outlasted."""
     pair = Pair(OnKvFailure.FAIL, lease_s=2.0)
-    pair.network.faults.script(FaultKind.STALL)
+    pair.d.read_faults.script(FaultKind.STALL)
     async with running(pair) as router:
         request = make_request()
         await router.hand_over(request, await router.prefill(request))
         await asyncio.sleep(2.5)
-        pair.network.faults.resume()
+        pair.d.read_faults.resume()
         tokens, _ = await router.rest("r")
         assert tokens == oracle(request)[1:]
 
 
 async def test_router_that_vanishes_during_the_read_leaves_nothing_behind() -> None:
     pair = Pair()
-    pair.network.faults.script(FaultKind.STALL)
+    pair.d.read_faults.script(FaultKind.STALL)
     async with running(pair) as router:
         request = make_request()
         await router.hand_over(request, await router.prefill(request))
@@ -451,7 +451,7 @@ async def test_router_that_vanishes_during_the_read_leaves_nothing_behind() -> N
         await router.d.session.close()
         await until(lambda: pair.decode.record().load.num_held == 1)
         assert not _is_idle(pair.decode)
-        pair.network.faults.resume()
+        pair.d.read_faults.resume()
         await pair.until_idle()
 
 
@@ -529,7 +529,7 @@ async def refuses(line: Line, stub: Any, worker: PrefillWorker | DecodeWorker) -
 
 async def test_read_that_never_ends_makes_the_decode_worker_unfit() -> None:
     pair = Pair(fetch_limit_s=0.2)
-    pair.network.faults.script(FaultKind.STALL)
+    pair.d.read_faults.script(FaultKind.STALL)
     async with running(pair, leaks_expected=True) as router:
         with pytest.raises(TransferTimeout):
             await router.generate(make_request())

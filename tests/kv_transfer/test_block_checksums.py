@@ -31,7 +31,7 @@ def test_every_bit_counts() -> None:
 
 def test_device_memory_is_refused_with_what_to_set() -> None:
     memory = PoolMemory(4096, 3, 4, MemoryKind.DEVICE)
-    with pytest.raises(StartupError, match="VRAM.*kv_transfer.checksum: false"):
+    with pytest.raises(StartupError, match=r"VRAM.*kv_transfer\.checksum: false"):
         require_checksums(memory)
     with pytest.raises(StartupError, match="VRAM"):
         block_checksums(memory, blocks(1))

@@ -17,15 +17,27 @@ from transport_kit import (
     new_agent_name,
 )
 
-from kv_transfer import PoolMemory
+from kv_transfer import FaultyTransport, PoolMemory
 from protocol.errors import LayoutMismatch, TransferFailed
+from protocol.faults import FaultPlan
 from protocol.ports import FetchStatus, KvTransport
 
 NUM_BLOCKS = 12
 BLOCK_BYTES = 1536
 OWNER_SALT, READER_SALT = 1, 101
 
-KINDS = ["loopback", pytest.param("nixl", marks=pytest.mark.nixl)]
+
+def faulty(transport: KvTransport, memory: PoolMemory) -> KvTransport:
+    """A plan without faults changes nothing."""
+    return FaultyTransport(transport, memory, FaultPlan())
+
+
+WIRES = [
+    pytest.param(lambda: Wire("loopback"), id="loopback"),
+    pytest.param(lambda: Wire("nixl"), id="nixl", marks=pytest.mark.nixl),
+    pytest.param(lambda: Wire("loopback", faulty), id="faulty-loopback"),
+    pytest.param(lambda: Wire("nixl", faulty), id="faulty-nixl", marks=pytest.mark.nixl),
+]
 
 
 @dataclass
@@ -47,9 +59,9 @@ def owner_block(block_id: int) -> bytes:
     return block_content(BLOCK_BYTES, OWNER_SALT, block_id)
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=WIRES)
 def wire(request: pytest.FixtureRequest) -> Iterator[Wire]:
-    wire = Wire(request.param)
+    wire: Wire = request.param()
     yield wire
     wire.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 
 from kv_transfer import LoopbackNetwork, PoolMemory, agent_name, create_transport
@@ -51,16 +51,35 @@ def all_finish(handles: Iterable[FetchHandle]) -> set[FetchStatus]:
     return {finish(handle) for handle in handles}
 
 
+class ManualClock:
+    """Time that passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+Wrap = Callable[[KvTransport, PoolMemory], KvTransport]
+
+
 class Wire:
     """Makes transports of one kind that can reach each other, and closes them."""
 
-    def __init__(self, kind: str, network: LoopbackNetwork | None = None) -> None:
+    def __init__(self, kind: str, wrap: Wrap = lambda transport, memory: transport) -> None:
+        """`wrap` is laid around each transport."""
         self.kind = kind
-        self.network = network or LoopbackNetwork()
+        self.network = LoopbackNetwork()
+        self._wrap = wrap
         self._transports: list[KvTransport] = []
 
     def attach(self, memory: PoolMemory, agent: str | None = None) -> KvTransport:
-        transport = create_transport(self.kind, memory, agent or new_agent_name(), network=self.network)
+        plain = create_transport(self.kind, memory, agent or new_agent_name(), network=self.network)
+        transport = self._wrap(plain, memory)
         self._transports.append(transport)
         return transport
 
