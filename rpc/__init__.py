@@ -3,6 +3,7 @@
 - `open_channel`, `start_server`: both ends, with the cluster token, keepalive and size limits.
 - `WorkerSession`: a router's end of the one stream to a worker. `FrameOutbox`, `run_session`: the
   worker's end.
+- `FaultyDial`: channels that go wrong on purpose, as `CallFaults` say.
 - `abort`, `error_from_rpc`, `rpc_errors`: the error tree across a call.
 - `WorkerShell`: a worker beside its role, made of `EngineLink`, `Health`, `TaskSet`, `Announcer`,
   `AdminService` and `EngineCollector`.
@@ -16,6 +17,8 @@ from rpc.client import open_channel
 from rpc.engine_link import Engine, EngineLink, EngineStats
 from rpc.engine_metrics import EngineCollector
 from rpc.failures import abort, error_from_rpc, rpc_errors
+from rpc.faults import CallFaultKind, CallFaults
+from rpc.faulty_channel import Dial, FaultyDial
 from rpc.frames import FrameOutbox, run_session
 from rpc.health import Health
 from rpc.server import Registrar, RunningServer, join_address, start_server
@@ -26,10 +29,14 @@ from rpc.worker_shell import WorkerProfile, WorkerShell, wait_until
 __all__ = [
     "AdminService",
     "Announcer",
+    "CallFaultKind",
+    "CallFaults",
+    "Dial",
     "Engine",
     "EngineCollector",
     "EngineLink",
     "EngineStats",
+    "FaultyDial",
     "FrameOutbox",
     "Health",
     "Registrar",

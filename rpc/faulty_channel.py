@@ -1,0 +1,177 @@
+"""How are calls made to fail on purpose? By a wrapper around the channel, on the side of the caller.
+
+No interceptor: gRPC then feeds a stream's writes through a task of its own (see `rpc.client`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, NoReturn
+
+import grpc
+
+from protocol.faults import Fault
+from rpc.client import open_channel
+from rpc.faults import CallFaultKind, CallFaults, CallPlan
+
+Dial = Callable[[str, str], grpc.aio.Channel]
+"""Opens a channel to an address (host:port) with a cluster token, as `open_channel` does."""
+
+
+class FaultyDial:
+    """The `Dial` whose channels have faults. Give it to whatever opens channels in a process."""
+
+    def __init__(self, faults: CallFaults, caller: str, dial: Dial = open_channel) -> None:
+        """`caller` names the process within the cluster."""
+        self.plans = faults.plans(caller)
+        """By method, for tests that script what happens next."""
+        self._dial = dial
+
+    def __call__(self, address: str, token: str) -> FaultyChannel:
+        return FaultyChannel(self._dial(address, token), self.plans)
+
+
+class FaultyChannel(grpc.aio.Channel):
+    """Another channel, which it owns, with faults. Its streams know what `WorkerSession` asks of one."""
+
+    def __init__(self, channel: grpc.aio.Channel, plans: Mapping[str, CallPlan]) -> None:
+        self._channel = channel
+        self._plans = plans
+
+    def unary_unary(self, method: str, *args: Any, **options: Any) -> Any:
+        return FaultyMethod(self._channel.unary_unary(method, *args, **options), self._plan(method))
+
+    def stream_stream(self, method: str, *args: Any, **options: Any) -> Any:
+        open_stream = self._channel.stream_stream(method, *args, **options)
+        plan = self._plan(method)
+        return lambda *args, **options: FaultyStream(open_stream(*args, **options), plan)
+
+    def unary_stream(self, *args: Any, **options: Any) -> Any:
+        return self._channel.unary_stream(*args, **options)
+
+    def stream_unary(self, *args: Any, **options: Any) -> Any:
+        return self._channel.stream_unary(*args, **options)
+
+    def _plan(self, method: str) -> CallPlan:
+        return self._plans[method.rpartition("/")[2]]
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
+
+    async def __aenter__(self) -> FaultyChannel:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class FaultyMethod:
+    """One unary method of a channel."""
+
+    def __init__(self, method: Callable[..., Any], plan: CallPlan) -> None:
+        self._method = method
+        self._plan = plan
+
+    def __call__(self, request: Any, *, timeout: float | None = None, **options: Any) -> Any:
+        """What can be awaited once for the reply."""
+        fault = self._plan.take()
+        if fault is None:
+            return self._method(request, timeout=timeout, **options)
+
+        def send(timeout: float | None) -> Any:
+            return self._method(request, timeout=timeout, **options)
+
+        return _spoiled(fault, send, timeout)
+
+
+async def _spoiled(
+    fault: Fault[CallFaultKind], send: Callable[[float | None], Any], timeout_s: float | None
+) -> Any:
+    """The reply to a call with a fault; `send` makes the call with a time limit."""
+    if fault.kind is CallFaultKind.DISCONNECT:
+        raise _error(grpc.StatusCode.UNAVAILABLE)
+    if fault.kind is CallFaultKind.DUPLICATE:
+        return await _both(send(timeout_s), send(timeout_s))
+    try:
+        async with asyncio.timeout(timeout_s):
+            if fault.kind is CallFaultKind.DELAY:
+                await asyncio.sleep(fault.delay_s)
+                return await send(timeout_s)
+            if fault.kind is CallFaultKind.LOSE_REPLY:
+                with suppress(grpc.aio.AioRpcError):  # an error is a reply, and is lost, too
+                    await send(timeout_s)
+            return await asyncio.get_running_loop().create_future()  # nobody ever answers
+    except TimeoutError as error:
+        raise _error(grpc.StatusCode.DEADLINE_EXCEEDED) from error
+
+
+async def _both(first: Any, second: Any) -> Any:
+    """The reply that comes to the second call, once both have one."""
+    replies: list[Any] = await asyncio.gather(first, second, return_exceptions=True)
+    if isinstance(replies[1], BaseException):
+        raise replies[1]
+    return replies[1]
+
+
+class FaultyStream:
+    """One open stream; every message has a fate, in both directions."""
+
+    def __init__(self, call: Any, plan: CallPlan) -> None:
+        self._call = call
+        self._plan = plan
+        self._is_silent = False
+
+    async def write(self, message: Any) -> None:
+        await self._meet_fate()
+        if not self._is_silent:
+            await self._call.write(message)
+
+    async def read(self) -> Any:
+        """A silent stream is still read, so that its end is seen when the caller gives it up."""
+        while True:
+            message = await self._call.read()
+            if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
+                return message
+            await self._meet_fate()
+            if not self._is_silent:
+                return message
+
+    def cancel(self) -> bool:
+        return bool(self._call.cancel())
+
+    def cancelled(self) -> bool:
+        return bool(self._call.cancelled())
+
+    async def _meet_fate(self) -> None:
+        fault = self._plan.take()
+        if fault is None:
+            return
+        if fault.kind is CallFaultKind.DISCONNECT:
+            self._break()
+        if fault.kind is CallFaultKind.DROP:
+            self._is_silent = True
+        await asyncio.sleep(fault.delay_s if fault.kind is CallFaultKind.DELAY else 0)
+
+    def _break(self) -> NoReturn:
+        self._call.cancel()
+        raise _error(grpc.StatusCode.UNAVAILABLE)
+
+
+def _error(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
+    """What gRPC raises when the connection, not the peer, is at fault."""
+    details = f"fault injection: {code.name.lower()}"
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details, details)
