@@ -121,10 +121,10 @@ async def _spoiled(
 
 async def _both(first: Any, second: Any) -> Any:
     """The reply that comes to the second call, once both have one."""
-    replies: list[Any] = await asyncio.gather(first, second, return_exceptions=True)
-    if isinstance(replies[1], BaseException):
-        raise replies[1]
-    return replies[1]
+    reply: Any = (await asyncio.gather(first, second, return_exceptions=True))[1]
+    if isinstance(reply, BaseException):
+        raise reply
+    return reply
 
 
 class FaultyStream:
