@@ -59,3 +59,13 @@ def forget(names: tuple[str, ...]) -> None:
     """Unset variables, so that processes started from now on do not inherit them."""
     for name in names:
         os.environ.pop(name, None)
+
+
+def override(variables: Mapping[str, str]) -> None:
+    """Set variables for this process and all that it starts, whatever they were."""
+    os.environ.update(variables)
+
+
+def with_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with `variables` beside it, for a process to be started."""
+    return {**os.environ, **variables}

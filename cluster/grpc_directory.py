@@ -1,4 +1,4 @@
-"""The directory of a cluster without Ray: a small gRPC server, and the client that workers and routers hold.
+"""The directory of a cluster without Ray: a small gRPC server, and the client that its processes hold.
 
 The server keeps nothing on disk. Workers announce themselves each second, so that one that was
 restarted on the same address knows the whole cluster again a second later.

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from cluster import compose
 from cluster.config import ClusterConfig
 from cluster.directory import InProcessDirectory
-from cluster.serve_port import with_free_port
+from cluster.idleness import assert_worker_idle
+from cluster.local_http import serve_http
 from cluster.verification import Case
 from kv_transfer import LoopbackNetwork
 from protocol.errors import EngineFault, StartupError
@@ -99,18 +100,8 @@ class LocalCluster:
     @asynccontextmanager
     async def http(self) -> AsyncIterator[str]:
         """Serve the OpenAI API as configured; gives the base URL. Raises `StartupError`."""
-        from router.app import build_app
-        from router.http_server import HttpServer, Listen, bind
-
-        # Routers share their port, so that the bind alone would not notice a stranger's router on it.
-        http = with_free_port(self._config).http
-        listener = bind(Listen(http.host, http.port))
-        host, port = listener.getsockname()[:2]
-        server = HttpServer(build_app(self.router), listener)
-        try:
-            yield f"http://{host}:{port}"
-        finally:
-            await server.stop(self.router.stop)
+        async with serve_http(self._config, self.router) as url:
+            yield url
 
     async def answer(self, cases: Sequence[Case]) -> list[list[int]]:
         """Output token ids of all cases, run at the same time through router, prefill and decode."""
@@ -124,15 +115,7 @@ class LocalCluster:
         """Raise `EngineFault` unless no request is anywhere and every KV block is free."""
         self.router.assert_idle()
         for worker in self._workers:
-            worker.assert_idle()
-            load = worker.record().load
-            if (
-                load.num_running
-                or load.num_waiting
-                or load.num_held
-                or load.blocks_free < load.blocks_total
-            ):
-                raise EngineFault(f"{worker.record().identity} still has work or blocks: {load}")
+            assert_worker_idle(worker)
 
     async def wait_until_idle(self, timeout_s: float) -> None:
         """Give what was cancelled the time to end. Raises what `assert_idle` raises at the end of it."""

@@ -1,4 +1,4 @@
-"""The directory over gRPC answers like the one in a process, needs the token, and may be away for a while."""
+"""The directory over gRPC answers like the one in a process, needs the token, and may be away a while."""
 
 from __future__ import annotations
 
