@@ -7,6 +7,9 @@ from enum import StrEnum
 
 from protocol.errors import StartupError
 
+READ_SHARE = 1 / 3
+"""Of a limit, for one read: what is left of it is for another try elsewhere."""
+
 
 class OnKvFailure(StrEnum):
     """What becomes of a request whose KV could not be taken over."""
@@ -32,6 +35,8 @@ class DecodeWorkerConfig:
     """How often an owner that does not answer is asked for its verdict."""
     forget_peer_after_s: float = 10.0
     """How long an owner may be missing in the directory before its connection is dropped."""
+    credit_reserve: float = 0.02
+    """Share of the pool that is not granted to routers: running sequences grow into it."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -43,3 +48,9 @@ class DecodeWorkerConfig:
         ):
             if not getattr(self, name) > 0:
                 raise StartupError(f"{name} is {getattr(self, name)}: set it to more than 0")
+        if not 0 <= self.credit_reserve < 1:
+            raise StartupError(f"credit_reserve is {self.credit_reserve}: set it to 0 or more and under 1")
+
+    def read_limit_s(self, deadline_s: float) -> float:
+        """How long a request with so much time left waits for one read; the read itself may go on."""
+        return min(self.fetch_limit_s, deadline_s) * READ_SHARE

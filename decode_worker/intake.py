@@ -1,336 +1,257 @@
-"""How does a decode worker take a prompt's KV over from its owner?
+"""How does a decode worker take a prompt's KV over from its owner, while the owner still computes it?
 
-    1. RESERVING   ReserveSequence; the engine answers BlocksAllocated when it has room (back-pressure)
-    2. FETCHING    read what the local prefix cache lacks, and wait until that read has ended
-    3. VALIDATING  Release(ticket): only VALID makes the blocks worth anything
-    4. ADMITTED    AdmitSequence: the sequence decodes
-       RECOMPUTING the KV is void and the policy says so: RecomputeSequence, the prompt is computed here
-       DROPPED     AbortSequence: nobody wants the result, or the policy is to fail
-       QUARANTINED the read never ended: the blocks are never touched again, the worker is unfit
+    1. WAITING     the prefill has just begun: reserved blocks would idle (see `decode_worker.reservation`)
+    2. RESERVING   ReserveSequence; the engine answers BlocksAllocated when it has room (back-pressure)
+    3. FETCHING    read what the local prefix cache lacks, chunk by chunk (see `decode_worker.fetching`)
+    4. VALIDATING  Release(ticket): only VALID makes the blocks worth anything
+    5. ADMITTED    AdmitSequence, once `begin` has brought the first tokens: the sequence decodes
+       RECOMPUTING the KV is void and the policy says so: RecomputeSequence, likewise after `begin`
+       DROPPED     nobody wants the result, or the take-over failed: AbortSequence
 
-The lease is renewed in 1 and 2. Every way out gives the ticket back. Between 2's start and its end
-nothing but QUARANTINED leaves it: a block that is being read into belongs to the read.
+The lease is renewed in 1 to 4. Every way out gives the ticket back, unless this worker is the trouble:
+then the router offers it to another one. No request waits for a read that does not end; its blocks
+do: AbortSequence is said when the read has ended, and until then they belong to the read.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
-from typing import Any, NoReturn
 
-from decode_worker.config import DecodeWorkerConfig, OnKvFailure
+from decode_worker.config import OnKvFailure
+from decode_worker.fetching import Fetch
+from decode_worker.handback import compare, give_back, new_reader, release
 from decode_worker.keeper import LeaseKeeper
-from decode_worker.metrics import DecodeMetrics
-from decode_worker.peers import Peer, Peers
-from decode_worker.reader import BlockReader, Read
+from decode_worker.peers import Peer
+from decode_worker.reservation import PrefillPace, reservation_delay_s
+from decode_worker.submission import Submission, choices_mismatch
+from decode_worker.tools import IntakeTools
+from decode_worker.watch import Watch
 from engine import (
     AbortSequence,
     AdmitSequence,
     BlocksAllocated,
-    Command,
-    Event,
+    FirstTokens,
     RecomputeSequence,
     ReserveSequence,
-    Sibling,
+    TokensSampled,
 )
 from protocol.errors import (
     EngineFault,
+    InvalidRequest,
     LeaseExpired,
-    RequestCancelled,
     SplitserveError,
     TransferError,
-    TransferFailed,
-    TransferTimeout,
+    WorkerUnavailable,
 )
-from protocol.generation import GenerationRequest, Receipt, Token, choice_seed
-from protocol.handoff import Ticket, Verdict
+from protocol.generation import Receipt
+from protocol.handoff import Verdict
 from protocol.ids import BlockId, SequenceId
-from protocol.ports import Clock, FetchStatus
-from rpc import EngineLink, Health, TaskSet
-
-RELEASE_PAUSE_S = 0.1
 
 
 class IntakeState(StrEnum):
     """The steps of the module's docstring."""
 
+    WAITING = "waiting"
     RESERVING = "reserving"
     FETCHING = "fetching"
     VALIDATING = "validating"
     ADMITTED = "admitted"
     RECOMPUTING = "recomputing"
     DROPPED = "dropped"
-    QUARANTINED = "quarantined"
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """What a router hands to a decode worker."""
-
-    request: GenerationRequest
-    ticket: Ticket
-    first_tokens: tuple[tuple[int, Token], ...]
-    """(choice, token that the owner sampled) of every choice that goes on, in their order."""
-
-    def mismatch(self, block_size: int) -> str | None:
-        """Why ticket, first tokens and request cannot belong together; None when they can."""
-        choices = [index for index, _ in self.first_tokens]
-        first = self.request.index
-        if not choices or choices != sorted(set(choices) & set(range(first, first + self.request.n))):
-            return f"first tokens came for choices {choices} of {self.request.n} from {first} on"
-        num_tokens = len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
-        if self.ticket.num_tokens != num_tokens:
-            return f"the ticket covers {self.ticket.num_tokens} tokens and the request has {num_tokens}"
-        if self.ticket.tokens_ready != num_tokens:
-            return f"only {self.ticket.tokens_ready} of the ticket's {num_tokens} tokens are ready"
-        num_blocks = -(-num_tokens // block_size)
-        if len(self.ticket.block_ids) != num_blocks:
-            return (
-                f"the ticket names {len(self.ticket.block_ids)} blocks and the request needs {num_blocks}"
-            )
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class IntakeTools:
-    """What all intakes of one worker share."""
-
-    engine: EngineLink[Command, Event]
-    peers: Peers
-    reader: BlockReader
-    tasks: TaskSet
-    health: Health
-    metrics: DecodeMetrics
-    config: DecodeWorkerConfig
-    block_size: int
-    clock: Clock
 
 
 class Intake:
-    """The take-over of one ticket. `run` once; `allocated` and `drop` on the same event loop."""
+    """The take-over of one ticket. `run` once; everything else on the same event loop."""
 
     def __init__(self, submission: Submission, seq_id: SequenceId, tools: IntakeTools) -> None:
-        self.state = IntakeState.RESERVING
-        self.receipt = Receipt()
+        self.state = IntakeState.WAITING
         self._request = submission.request
         self._ticket = submission.ticket
-        self._first_tokens = submission.first_tokens
-        self._unwanted_choices: list[int] = []
+        self._reader = new_reader()
         self._seq_id = seq_id
         self._tools = tools
+        self._receipt = Receipt()
         self._received_s = tools.clock()
+        self._unwanted_choices: set[int] = set()
         self._is_given_back = False
         loop = asyncio.get_running_loop()
         self._allocation: asyncio.Future[BlocksAllocated] = loop.create_future()
-        self._dropped: asyncio.Future[SplitserveError] = loop.create_future()
+        self._begun: asyncio.Future[FirstTokens] = loop.create_future()
+        self._watch = Watch()
+        self._is_reserved = False
+        self._fetch: Fetch | None = None
 
     def allocated(self, event: BlocksAllocated) -> None:
-        """The engine's answer to step 1."""
+        """The engine's answer to step 2."""
         if not self._allocation.done():
             self._allocation.set_result(event)
 
-    def drop(self) -> None:
-        """Nobody wants the sequence any more, whatever its state: end it as soon as no read is pending."""
+    def begin(self, first_tokens: FirstTokens) -> None:
+        """The prefill is done; what its owner sampled. Raises `InvalidRequest` when that cannot be."""
+        mismatch = choices_mismatch(self._request, [index for index, _ in first_tokens])
+        if mismatch is not None:
+            raise InvalidRequest(mismatch)
+        if not self._begun.done():
+            self._begun.set_result(first_tokens)
+        elif self._begun.result() != first_tokens:
+            raise InvalidRequest("a request began twice, with different first tokens")
+
+    def drop(self, error: SplitserveError) -> None:
+        """Nobody wants the sequence any more, whatever its state: end it, with `error` for the reason."""
         if self.state in (IntakeState.ADMITTED, IntakeState.RECOMPUTING):
             self._tools.engine.post(AbortSequence(self._seq_id))
-        elif not self._dropped.done():
-            self._dropped.set_result(RequestCancelled("the request was dropped during its intake"))
+        else:
+            self._watch.drop(error)
 
     def drop_choice(self, index: int) -> None:
         """As `drop` for one choice of several; the others go on."""
         if self.state in (IntakeState.ADMITTED, IntakeState.RECOMPUTING):
             self._tools.engine.post(AbortSequence(self._seq_id, index))
         else:
-            self._unwanted_choices.append(index)
+            self._unwanted_choices.add(index)
+
+    def receipt(self, first: TokensSampled) -> Receipt:
+        """For the first delta: what the client waited for. Reads that the prefill hid are not in it."""
+        return self._receipt
 
     async def run(self) -> None:
-        """Take all steps. Returns when the sequence is admitted or recomputes, with `receipt` filled.
+        """Take all steps. Returns when the sequence is admitted or recomputes.
 
-        Raises what the request fails with: `RequestCancelled` after `drop`, `TransferError` where the
-        policy is to fail, `LayoutMismatch`, `TransferTimeout` when the read never ended, or the engine's
-        refusal. The sequence is gone then, or its blocks are quarantined.
+        Raises what the request fails with: the error of `drop`, `TransferError` where the policy is to
+        fail or a read does not end, `LayoutMismatch`, or the engine's refusal.
         """
         with self._tools.peers.use(self._ticket.owner, self._ticket.owner_address) as peer:
+            clock, ticket = self._tools.clock, self._ticket
+            pace = PrefillPace(ticket.num_tokens, ticket.tokens_ready, peer.prefill_rate, clock)
+            keeper = LeaseKeeper(ticket, peer.owner, pace, self._watch.lose, clock)
             try:
-                await self._take_over(peer)
+                await self._take_over(peer, keeper, pace)
             except SplitserveError as error:
                 self._leave(error)
                 raise
             finally:
-                if not self._is_given_back:
-                    self._tools.tasks.spawn(give_back(self._ticket, self._tools), "ticket return")
+                await keeper.stop()
 
-    async def _take_over(self, peer: Peer) -> None:
-        keeper = LeaseKeeper(self._ticket, peer.owner, self._tools.clock)
+    async def _take_over(self, peer: Peer, keeper: LeaseKeeper, pace: PrefillPace) -> None:
         try:
-            self._reserve()
-            blocks = await self._wait_for_blocks(keeper)
-            await self._fetch_and_validate(peer, keeper, blocks)
+            await self._reserve_in_time(peer, keeper, pace)
+            await self._fetch_and_validate(peer, keeper)
         except TransferError as error:
-            self._fall_back(error)
+            await self._recompute_instead(error)
         else:
-            self._raise_if_dropped()
-            self._hand_over(IntakeState.ADMITTED, AdmitSequence(self._seq_id))
-        finally:
-            await keeper.stop()
+            first_tokens = await self._first_tokens()
+            self._hand_over(IntakeState.ADMITTED, AdmitSequence(self._seq_id, first_tokens))
+
+    async def _reserve_in_time(self, peer: Peer, keeper: LeaseKeeper, pace: PrefillPace) -> None:
+        """Step 1."""
+        while not keeper.is_complete:
+            read_s = peer.read_rate.time_for(len(self._ticket.block_ids))
+            delay_s = reservation_delay_s(pace.remaining_s(), read_s)
+            if delay_s == 0:
+                break
+            await self._watch.until(keeper.progress, delay_s)
+        self._reserve()
 
     def _reserve(self) -> None:
         request = self._request
-        (index, token), *others = self._first_tokens
-        # The owner has scored the prompt.
-        sampling = replace(request.sampling, seed=self._seed_of(index), prompt_logprobs=None)
+        self.state = IntakeState.RESERVING
+        self._is_reserved = True
         self._tools.engine.post(
             ReserveSequence(
                 self._seq_id,
                 request.prompt_token_ids,
-                (*request.output_token_ids, token.token_id),
-                sampling,
+                replace(request.sampling, prompt_logprobs=None),  # its owner scores the prompt
+                request.output_token_ids,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
-                index=index,
-                siblings=tuple(
-                    Sibling(i, (*request.output_token_ids, other.token_id), self._seed_of(i))
-                    for i, other in others
-                ),
+                index=request.index,
+                num_samples=request.n,
             )
         )
 
-    def _seed_of(self, index: int) -> int:
-        return choice_seed(self._request.sampling.seed, index - self._request.index)
-
-    async def _wait_for_blocks(self, keeper: LeaseKeeper) -> tuple[BlockId, ...]:
-        """Step 1. A lost lease ends the wait only if there is nothing to recompute into."""
-        waits: set[asyncio.Future[Any]] = {self._allocation, self._dropped}
-        if self._tools.config.on_kv_failure is OnKvFailure.FAIL:
-            waits.add(keeper.lost)
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        self._raise_if_dropped()
-        if not self._allocation.done():
-            raise keeper.lost.result()
-        return self._allocation.result().block_ids
-
-    async def _fetch_and_validate(self, peer: Peer, keeper: LeaseKeeper, blocks: Sequence[BlockId]) -> None:
-        """Steps 2 and 3. Raises `TransferError` when the KV is void."""
+    async def _fetch_and_validate(self, peer: Peer, keeper: LeaseKeeper) -> None:
+        """Steps 2 to 4. Raises `TransferError` when the KV is void."""
+        reserved_s = self._tools.clock()
+        await self._watch.until(self._allocation)
         allocated_s = self._tools.clock()
-        self.receipt = Receipt(decode_queue_s=allocated_s - self._received_s)
-        if keeper.lost.done():
-            raise keeper.lost.result()
+        self._receipt = Receipt(decode_queue_s=allocated_s - reserved_s)
+        self._tools.metrics.observe_queue(self._receipt)
         num_cached_blocks = self._allocation.result().num_cached_tokens // self._tools.block_size
-        remote = self._ticket.block_ids[num_cached_blocks:]
-        local = blocks[num_cached_blocks : len(self._ticket.block_ids)]
-        if not remote:
-            return  # validated when they entered the cache; `run` gives the ticket back
+        blocks = self._allocation.result().block_ids[: len(self._ticket.block_ids)]
+        if num_cached_blocks >= len(blocks):
+            return  # validated when they entered the cache; the ticket goes back after the prefill
         self.state = IntakeState.FETCHING
-        agent = await self._connect(peer, keeper)
-        num_bytes = await self._fetch(peer, agent, remote, local)
-        self._raise_if_dropped()
+        self._fetch = Fetch(self._ticket, peer, keeper, self._watch, self._tools)
+        await self._fetch.run(blocks, num_cached_blocks, self._read_limit_s())
         self.state = IntakeState.VALIDATING
-        await self._validate(peer)
-        self.receipt = Receipt(
-            decode_queue_s=self.receipt.decode_queue_s,
-            fetch_s=self._tools.clock() - allocated_s,
-            fetched_bytes=num_bytes,
+        await self._validate(peer, blocks, num_cached_blocks)
+        complete_s = allocated_s if keeper.complete_s is None else keeper.complete_s
+        self._receipt = Receipt(
+            decode_queue_s=self._receipt.decode_queue_s,
+            fetch_s=self._tools.clock() - max(allocated_s, complete_s),
+            fetched_bytes=self._fetch.num_bytes,
         )
-        self._tools.metrics.observe_fetch(self.receipt, len(remote))
+        self._tools.metrics.observe_fetch(self._receipt, len(blocks) - num_cached_blocks)
 
-    async def _connect(self, peer: Peer, keeper: LeaseKeeper) -> str:
-        """Before step 2's read, so that no block is touched yet and both drop and loss may end it."""
-        handshake = peer.handshake()
-        waits: set[asyncio.Future[Any]] = {handshake, self._dropped, keeper.lost}
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        self._raise_if_dropped()
-        if not handshake.done():
-            raise keeper.lost.result()
-        return handshake.result()
+    def _read_limit_s(self) -> float:
+        spent_s = self._tools.clock() - self._received_s
+        return self._tools.config.read_limit_s(self._request.deadline_s - spent_s)
 
-    async def _fetch(
-        self, peer: Peer, agent: str, remote: Sequence[BlockId], local: Sequence[BlockId]
-    ) -> int:
-        """Step 2. Returns the bytes read; comes back only when no read is pending (or never will end)."""
-        try:
-            async with asyncio.timeout(self._tools.config.fetch_limit_s):
-                read = await self._start_read(peer, agent, remote, local)
-                await asyncio.wait([read.ended])
-        except TimeoutError:
-            self._quarantine(peer)
-        peer.num_reading -= 1
-        if read.ended.result() is not FetchStatus.DONE:
-            peer.mark_stale()
-            raise TransferFailed(f"the read from {peer.identity} failed")
-        return read.num_bytes
-
-    async def _start_read(
-        self, peer: Peer, agent: str, remote: Sequence[BlockId], local: Sequence[BlockId]
-    ) -> Read:
-        peer.num_reading += 1
-        try:
-            return await self._tools.reader.read(agent, remote, local)
-        except TransferFailed:
-            peer.num_reading -= 1
-            peer.mark_stale()
-            raise
-
-    def _quarantine(self, peer: Peer) -> NoReturn:
-        self.state = IntakeState.QUARANTINED
-        limit_s = self._tools.config.fetch_limit_s
-        raise TransferTimeout(f"a read from {peer.identity} has not ended in {limit_s:g} s")
-
-    async def _validate(self, peer: Peer) -> None:
-        """Step 3. Asks again when the owner does not answer: verdicts are sticky."""
-        verdict = await release(peer, self._ticket, self._tools.config.release_attempts)
+    async def _validate(self, peer: Peer, blocks: Sequence[BlockId], num_cached_blocks: int) -> None:
+        """Step 4. Raises `TransferError` unless the blocks hold what their owner computed."""
+        attempts, checksum = self._tools.config.release_attempts, self._tools.checksum
         self._is_given_back = True
-        if verdict is not Verdict.VALID:
-            raise LeaseExpired(f"{peer.identity} says that the ticket is {verdict.value}")
+        answer = await release(
+            peer, self._ticket, self._reader, attempts, wants_checksums=checksum is not None
+        )
+        if answer.verdict is not Verdict.VALID:
+            raise LeaseExpired(f"{peer.identity} says that the ticket is {answer.verdict.value}")
+        if checksum is not None:
+            await compare(checksum, blocks[num_cached_blocks:], answer.checksums[num_cached_blocks:])
 
-    def _fall_back(self, error: TransferError) -> None:
-        """The KV is void: recompute it here, or raise `error`."""
+    async def _first_tokens(self) -> FirstTokens:
+        """What `begin` brings, without the choices that were dropped meanwhile."""
+        await self._watch.until_kept(self._begun)
+        return tuple(first for first in self._begun.result() if first[0] not in self._unwanted_choices)
+
+    async def _recompute_instead(self, error: TransferError) -> None:
+        """The KV is void: compute it here, or raise `error`."""
+        self._watch.raise_if_dropped()
         self._tools.metrics.observe_transfer_failure(error)
-        self._raise_if_dropped()
-        recomputes = self._tools.config.on_kv_failure is OnKvFailure.RECOMPUTE
-        if not recomputes or self.state is IntakeState.QUARANTINED:
+        is_being_read = self._fetch is not None and self._fetch.pending is not None
+        if is_being_read or self._tools.config.on_kv_failure is OnKvFailure.FAIL:
             raise error
         self._tools.metrics.observe_recompute()
-        self._hand_over(IntakeState.RECOMPUTING, RecomputeSequence(self._seq_id))
+        first_tokens = await self._first_tokens()
+        if not self._is_reserved:
+            self._reserve()
+        self._hand_over(IntakeState.RECOMPUTING, RecomputeSequence(self._seq_id, first_tokens))
 
     def _hand_over(self, state: IntakeState, command: AdmitSequence | RecomputeSequence) -> None:
-        """The sequence is the engine's from here, without the choices that were dropped meanwhile."""
+        """The sequence is the engine's from here. The prefill is done: the ticket may go back."""
         self.state = state
         self._tools.engine.post(command)
-        for index in self._unwanted_choices:
-            self._tools.engine.post(AbortSequence(self._seq_id, index))
+        self._give_back()
 
     def _leave(self, error: SplitserveError) -> None:
-        if self.state is IntakeState.QUARANTINED:
-            fault = EngineFault(f"{error.message}; its blocks are lost to this worker")
-            # Later, so that this request is told its own error before all others are told the fault.
-            asyncio.get_running_loop().call_soon(self._tools.health.report, fault)
+        """Give everything up, the blocks as soon as no read is pending."""
+        self.state = IntakeState.DROPPED
+        read = None if self._fetch is None else self._fetch.pending
+        if read is None:
+            self._discard(error)
         else:
-            self.state = IntakeState.DROPPED
+            read.abandon(lambda: self._discard(error))
+
+    def _discard(self, error: SplitserveError) -> None:
+        if self._is_reserved:
             self._tools.engine.post(AbortSequence(self._seq_id))
+        if not isinstance(error, WorkerUnavailable | EngineFault):  # another worker may read it then
+            self._give_back()
 
-    def _raise_if_dropped(self) -> None:
-        if self._dropped.done() and self.state is not IntakeState.QUARANTINED:
-            raise self._dropped.result()
-
-
-async def release(peer: Peer, ticket: Ticket, attempts: int) -> Verdict:
-    """Give a ticket back and return the owner's verdict. Raises `TransferFailed` when it stays silent."""
-    for remaining in reversed(range(attempts)):
-        try:
-            return await peer.owner.release(ticket)
-        except SplitserveError as error:
-            if remaining == 0:
-                raise TransferFailed(f"{peer.identity} gives no verdict: {error.message}") from error
-        await asyncio.sleep(RELEASE_PAUSE_S)
-    raise AssertionError("release needs at least one attempt")
-
-
-async def give_back(ticket: Ticket, tools: IntakeTools) -> None:
-    """Tell the owner that nobody will read. Best effort: the lease's end frees the blocks anyway."""
-    with tools.peers.use(ticket.owner, ticket.owner_address) as peer:
-        try:
-            await release(peer, ticket, tools.config.release_attempts)
-        except TransferFailed as error:
-            tools.metrics.observe_transfer_failure(error)
+    def _give_back(self) -> None:
+        if not self._is_given_back:
+            self._is_given_back = True
+            self._tools.tasks.spawn(give_back(self._ticket, self._reader, self._tools), "ticket return")

@@ -1,32 +1,63 @@
-"""Who keeps a ticket's lease alive while its blocks are waited for and read?"""
+"""How far is a prefill, and who keeps its ticket's lease alive while its blocks are waited for and read?
+
+One call to the owner is always under way: it waits there for the next chunk, and renews the lease at
+the latest when its time is up. So progress is known at once, a silent owner is found out within
+seconds, and an owner sees the call break when its reader dies.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
-from decode_worker.owner import Owner
-from protocol.errors import LeaseExpired, SplitserveError
-from protocol.handoff import Ticket
+from decode_worker.owner import ANSWER_LIMIT_S, Owner
+from decode_worker.reservation import PrefillPace
+from protocol.errors import LeaseExpired, SplitserveError, TransferError, TransferFailed
+from protocol.handoff import LeaseStatus, Ticket
 from protocol.ports import Clock
 
-FIRST_RENEWAL = 0.1
-"""Share of the lease after which it is renewed first: nobody knows how much passed on the way here,
-and most tickets are done with by then, without any renewal."""
+MAX_WAIT_S = 1.0
+"""How long one call may wait for progress: with this, a cut network is found out in under 5 s."""
+SILENCE_LIMIT_S = 3.0
+"""An owner whose answer is overdue for so long is taken for dead."""
+RETRY_PAUSE_S = 0.1
+EARLY_ANSWER_PAUSE_S = 0.05
+"""After an answer that neither waited nor brought anything: no owner makes this a busy loop."""
 
 
 class LeaseKeeper:
-    """Renews one lease every third of its length, until it is cancelled or the lease is lost.
+    """Asks one owner about one ticket until it is stopped or the lease is lost."""
 
-    An owner that does not answer is asked again until the lease must have lapsed. `lost` is only an
-    early warning: the owner's verdict on the release is what counts.
-    """
-
-    def __init__(self, ticket: Ticket, owner: Owner, clock: Clock) -> None:
+    def __init__(
+        self,
+        ticket: Ticket,
+        owner: Owner,
+        pace: PrefillPace,
+        on_lost: Callable[[TransferError], None],
+        clock: Clock,
+    ) -> None:
+        """`on_lost` is only an early warning: the owner's verdict on the release is what counts."""
+        self.tokens_ready = ticket.tokens_ready
+        self.complete_s: float | None = clock() if ticket.tokens_ready == ticket.num_tokens else None
+        """When this side heard that all tokens are ready."""
         self._ticket = ticket
         self._owner = owner
+        self._pace = pace
+        self._on_lost = on_lost
         self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._progress: asyncio.Future[None] = self._loop.create_future()
         self._task = asyncio.create_task(self._run(), name="lease keeper")
-        self.lost: asyncio.Future[LeaseExpired] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_complete(self) -> bool:
+        """All tokens are ready."""
+        return self.complete_s is not None
+
+    @property
+    def progress(self) -> asyncio.Future[None]:
+        """Resolves when more tokens are ready than now."""
+        return self._progress
 
     async def stop(self) -> None:
         """Renew no more. Idempotent. Raises what broke the keeper, if anything did."""
@@ -36,19 +67,50 @@ class LeaseKeeper:
             self._task.result()
 
     async def _run(self) -> None:
-        lease_s, renewed_s = self._ticket.lease_s, self._clock()
-        wait_s = lease_s * FIRST_RENEWAL
+        self._on_lost(await self._keep())
+
+    async def _keep(self) -> TransferError:
+        """Returns why the lease is lost."""
+        wait_s = 0.0  # at first only: where does it stand?
+        overdue_s: float | None = None
         while True:
-            await asyncio.sleep(wait_s)
-            wait_s = lease_s / 3
+            asked_s = self._clock()
             try:
-                status = await self._owner.renew(self._ticket)
+                status = await self._renew(wait_s, overdue_s)
             except SplitserveError as error:
-                if self._clock() - renewed_s >= lease_s:
-                    self.lost.set_result(LeaseExpired(f"{self._ticket.owner} is silent: {error.message}"))
-                    return
+                if overdue_s is None:
+                    overdue_s = min(self._clock(), asked_s + wait_s)
+                if self._clock() - overdue_s >= SILENCE_LIMIT_S:
+                    return TransferFailed(f"{self._ticket.owner} is silent: {error.message}")
+                wait_s = 0.0
+                await asyncio.sleep(RETRY_PAUSE_S)
                 continue
             if not status.held:
-                self.lost.set_result(LeaseExpired(f"{self._ticket.owner} gave the blocks up"))
-                return
-            renewed_s = self._clock()
+                return LeaseExpired(f"{self._ticket.owner} gave the blocks up")
+            overdue_s = None
+            if not self._note(status) and self._clock() - asked_s < wait_s / 2:
+                await asyncio.sleep(EARLY_ANSWER_PAUSE_S)
+            wait_s = min(status.lease_s / 3, MAX_WAIT_S)
+
+    async def _renew(self, wait_s: float, overdue_s: float | None) -> LeaseStatus:
+        limit_s = wait_s + ANSWER_LIMIT_S
+        if overdue_s is not None:
+            limit_s = max(0.0, overdue_s + SILENCE_LIMIT_S - self._clock())
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._owner.renew(self._ticket, self.tokens_ready, wait_s)
+        except TimeoutError as error:
+            raise TransferFailed(f"no answer in {limit_s:.1f} s") from error
+
+    def _note(self, status: LeaseStatus) -> bool:
+        """Whether there is progress."""
+        tokens_ready = min(status.tokens_ready, self._ticket.num_tokens)
+        self._pace.note(tokens_ready)
+        if tokens_ready <= self.tokens_ready:
+            return False
+        self.tokens_ready = tokens_ready
+        if tokens_ready == self._ticket.num_tokens:
+            self.complete_s = self._clock()
+        self._progress.set_result(None)
+        self._progress = self._loop.create_future()
+        return True

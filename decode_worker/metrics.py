@@ -31,12 +31,12 @@ class DecodeMetrics:
         )
         self._fetch_s = Histogram(
             "splitserve_kv_transfer_seconds",
-            "Blocks allocated until validated",
+            "Prefill complete and blocks allocated, until validated",
             registry=registry,
             buckets=FETCH_BUCKETS_S,
         )
         self._queue_s = Histogram(
-            "splitserve_request_decode_queue_seconds", "Submission until blocks", registry=registry
+            "splitserve_request_decode_queue_seconds", "Blocks asked for until allocated", registry=registry
         )
 
     def observe_fetch(self, receipt: Receipt, num_blocks: int) -> None:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 from decode_worker.owner import Owner, OwnerHello
 from decode_worker.reader import BlockReader
+from decode_worker.reservation import Rate
 from kv_transfer import check_compatible
 from protocol.errors import LayoutMismatch, SplitserveError, TransferFailed
 from protocol.handoff import Fingerprint
@@ -48,6 +49,10 @@ class Peer:
         self.num_reading = 0
         """Reads that the transport has not ended; the connection stays while there are any."""
         self.last_seen_s = now_s
+        self.prefill_rate = Rate()
+        """Tokens per second of one of its prefills."""
+        self.read_rate = Rate()
+        """Blocks per second of one read from it."""
         self._trouble = ""
         """Why the last handshake failed."""
         self._reader = reader
@@ -226,6 +231,7 @@ class Peers:
     async def _forget_missing(self) -> None:
         seen_since_s = self._clock() - self._forget_after_s
         for identity, peer in list(self._peers.items()):
-            if peer.num_users == 0 and peer.last_seen_s < seen_since_s:
+            is_used = peer.num_users > 0 or peer.num_reading > 0
+            if not is_used and peer.last_seen_s < seen_since_s:
                 del self._peers[identity]
                 await peer.close()

@@ -10,20 +10,21 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from decode_worker.config import DecodeWorkerConfig
-from decode_worker.intake import IntakeTools
+from decode_worker.credit import CreditBook
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.owner import GrpcOwner, Owner
 from decode_worker.peers import Peers
 from decode_worker.reader import TransportThread
 from decode_worker.service import DecodeService
 from decode_worker.session import DecodeSession
+from decode_worker.tools import Checksum, IntakeTools
 from engine import Command, Event, InvalidateCache
 from protocol.errors import EngineFault, SplitserveError, WorkerUnavailable
 from protocol.ids import Role
 from protocol.membership import WorkerRecord
 from protocol.ports import Clock, Directory, KvTransport
 from protocol.wire.splitserve_pb2_grpc import add_DecodeWorkerServicer_to_server
-from rpc import Engine, TaskSet, WorkerProfile, WorkerShell, wait_until
+from rpc import Dial, Engine, TaskSet, WorkerProfile, WorkerShell, open_channel, wait_until
 
 _log = logging.getLogger(__name__)
 
@@ -49,11 +50,17 @@ class DecodeWorker:
         transport: KvTransport,
         directory: Directory,
         config: DecodeWorkerConfig,
+        checksum: Checksum | None = None,
+        dial: Dial = open_channel,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`make_engine` builds the engine, which calls its argument with the events of every step."""
+        """`make_engine` builds the engine, which calls its argument with the events of every step.
+
+        `checksum`, where given, looks at every block that was read. `dial` opens the channels to owners.
+        """
+        self._dial = dial
         self._shell: WorkerShell[Command, Event] = WorkerShell(
-            profile, Role.DECODE, make_engine, directory, InvalidateCache
+            profile, Role.DECODE, make_engine, directory, InvalidateCache, drain_role=self.drain
         )
         self._directory = directory
         self._config = config
@@ -74,9 +81,11 @@ class DecodeWorker:
             tasks=self._intakes,
             health=self._shell.health,
             metrics=DecodeMetrics(self._shell.registry, lambda: self.num_peers),
+            credit=CreditBook(config.credit_reserve),
             config=config,
             block_size=profile.fingerprint.block_size,
             clock=clock,
+            checksum=checksum,
         )
         self._sessions: set[DecodeSession] = set()
         self._shell.health.on_fault(self._fail_all)
@@ -95,8 +104,22 @@ class DecodeWorker:
         self._shell.tasks.spawn(self._connect_ahead(), "connecting ahead")
         return address
 
+    async def drain(self, limit_s: float) -> bool:
+        """Take no new requests, say so, and let those that run end, for up to `limit_s`.
+
+        What is left then fails with `WorkerUnavailable`, so that its router goes on elsewhere. True when
+        that was nothing. Idempotent.
+        """
+        await self._shell.drain()
+        if await wait_until(self._is_idle, limit_s):
+            return True
+        error = WorkerUnavailable(f"{self._shell.profile.identity.worker_id} is drained, its time is up")
+        for session in self._sessions:
+            session.fail_all(error)
+        return False
+
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Let requests end for up to `grace_s`, then end everything. Bounded, idempotent.
+        """Drain for up to `grace_s`, then end everything. Bounded, idempotent.
 
         Each part is ended whatever becomes of the others; their errors are raised afterwards.
         """
@@ -106,13 +129,12 @@ class DecodeWorker:
             ends.push_async_callback(self._shell.stop)
             # Pending reads end first: the engine must not free blocks that are being read into.
             ends.push_async_callback(self._end_intakes)
-            await self._shell.drain()
-            await wait_until(self._is_idle, grace_s)
+            await self.drain(grace_s)
 
     async def _end_intakes(self) -> None:
         for session in list(self._sessions):
             session.end()
-            session.outbox.close(WorkerUnavailable("the decode worker shuts down"))
+            session.outbox.finish(WorkerUnavailable("the decode worker shuts down"))
         if not await self._intakes.drain(INTAKES_STOP_TIMEOUT_S):
             _log.error("%d intakes have not ended: their blocks are given up", len(self._intakes))
             await self._intakes.cancel(INTAKES_STOP_TIMEOUT_S)
@@ -147,7 +169,7 @@ class DecodeWorker:
         profile = self._shell.profile
         return GrpcOwner(
             address,
-            profile.cluster_token,
+            self._dial(address, profile.cluster_token),
             profile.identity,
             profile.fingerprint,
             self._config.owner_timeout_s,

@@ -1,0 +1,59 @@
+"""How many blocks may one router still hand to this worker?
+
+Pure bookkeeping. What a request will reserve is promised from its submission on; once its blocks are
+allocated, the engine's own count of free blocks has them.
+
+    credit = (free - promised - reserve) / routers        a worker without any request grants its whole pool
+"""
+
+from __future__ import annotations
+
+import math
+
+from protocol.ids import SequenceId
+
+
+class CreditBook:
+    """The promises of one worker, over all its sessions. Used on one event loop."""
+
+    def __init__(self, reserve: float) -> None:
+        """`reserve`: the share of the pool that is never granted."""
+        self._reserve = reserve
+        self._promised: dict[SequenceId, int] = {}
+        """Blocks by sequence; 0 once they are allocated."""
+        self.num_sessions = 0
+
+    @property
+    def num_accepted(self) -> int:
+        """Requests that have not ended."""
+        return len(self._promised)
+
+    @property
+    def num_promised_blocks(self) -> int:
+        return sum(self._promised.values())
+
+    def accept(self, seq_id: SequenceId, num_blocks: int) -> None:
+        """A request is taken that will need so many blocks."""
+        self._promised[seq_id] = num_blocks
+
+    def allocated(self, seq_id: SequenceId) -> None:
+        """The engine counts its blocks from now on."""
+        if seq_id in self._promised:
+            self._promised[seq_id] = 0
+
+    def end(self, seq_id: SequenceId) -> None:
+        """Idempotent."""
+        self._promised.pop(seq_id, None)
+
+    def blocks(self, blocks_free: int, blocks_total: int) -> int:
+        """What one session may still hand over, by the engine's present counts."""
+        if not self._promised:
+            return blocks_total  # so that the largest request gets through, however many routers there are
+        kept = math.ceil(blocks_total * self._reserve)
+        spare = blocks_free - self.num_promised_blocks - kept
+        return max(0, spare) // max(1, self.num_sessions)
+
+
+def blocks_needed(num_tokens: int, num_choices: int, block_size: int) -> int:
+    """Blocks of a prompt, the first token of each choice included; each further choice copies one block."""
+    return -(-(num_tokens + 1) // block_size) + num_choices - 1

@@ -1,0 +1,85 @@
+"""Who owns blocks that are being read into? The read, until it has ended, whoever wanted it.
+
+started ──> ended (DONE or FAILED): the blocks are the request's again, or nobody's if it is gone
+   └── not ended in `fetch_limit_s`: they are never touched again, and the worker is unfit
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from decode_worker.peers import Peer
+from decode_worker.tools import IntakeTools
+from protocol.errors import EngineFault, TransferFailed
+from protocol.ids import BlockId
+from protocol.ports import FetchStatus
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOutcome:
+    """How a read ended."""
+
+    num_bytes: int
+    trouble: str = ""
+    """Empty when the blocks hold what was to be read."""
+
+
+class PendingRead:
+    """One read, on a task of its own that outlives the request if it must. Used on one event loop."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        agent: str,
+        remote_blocks: Sequence[BlockId],
+        local_blocks: Sequence[BlockId],
+        tools: IntakeTools,
+    ) -> None:
+        """Starts at once. `agent` is the connected peer's."""
+        self.outcome: asyncio.Future[ReadOutcome] = asyncio.get_running_loop().create_future()
+        """Resolves when the transport touches the blocks no more."""
+        self._peer = peer
+        self._agent = agent
+        self._remote_blocks = remote_blocks
+        self._local_blocks = local_blocks
+        self._tools = tools
+        self._then: Callable[[], None] | None = None
+        peer.num_reading += 1
+        tools.tasks.spawn(self._run(), f"read from {peer.identity}")
+
+    def abandon(self, then: Callable[[], None]) -> None:
+        """Nobody waits for it any more. `then` is called when it has ended, and so at once if it has."""
+        if self.outcome.done():
+            then()
+        else:
+            self._then = then
+
+    async def _run(self) -> None:
+        limit_s = self._tools.config.fetch_limit_s
+        try:
+            async with asyncio.timeout(limit_s):
+                outcome = await self._read()
+        except TimeoutError:
+            trouble = f"a read from {self._peer.identity} has not ended in {limit_s:g} s"
+            self._tools.health.report(EngineFault(f"{trouble}; its blocks are lost to this worker"))
+            return
+        self._peer.num_reading -= 1
+        if outcome.trouble:
+            self._peer.mark_stale()
+        self.outcome.set_result(outcome)
+        if self._then is not None:
+            self._then()
+
+    async def _read(self) -> ReadOutcome:
+        started_s = self._tools.clock()
+        try:
+            read = await self._tools.reader.read(self._agent, self._remote_blocks, self._local_blocks)
+        except TransferFailed as error:
+            return ReadOutcome(0, error.message)
+        await asyncio.wait([read.ended])  # a wait that is given up must not cancel the read's future
+        if read.ended.result() is not FetchStatus.DONE:
+            return ReadOutcome(0, f"the read from {self._peer.identity} failed")
+        self._peer.read_rate.observe(len(self._local_blocks), self._tools.clock() - started_s)
+        return ReadOutcome(read.num_bytes)
