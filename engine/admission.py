@@ -46,7 +46,7 @@ class Admission:
         chunks: list[Slice] = []
         while (sequence := self._roster.waiting.first) is not None and self._may_enter(sequence):
             if sequence.state is SequenceState.RESERVING:
-                if not self._admit_whole(sequence, len(sequence.token_ids) - 1):
+                if not self._admit_whole(sequence):
                     break
                 continue
             num_tokens = self.chunk_size(sequence, budget)
@@ -99,7 +99,7 @@ class Admission:
         num_seats = sum(1 + sequence.num_unborn for sequence in others)
         num_blocks = sum(len(sequence.block_table) for sequence in others)
         num_left = self._roster.num_seats_taken - num_seats + 1 + first.num_unborn
-        needed = self._config.blocks_for(num_kv_tokens(first))
+        needed = self._config.blocks_for(len(first.token_ids))
         return num_left <= self._config.max_num_seqs and needed <= self._roster.pool.num_free + num_blocks
 
     def _would_get_tokens_without(self, first: Sequence, others: list[Sequence]) -> bool:
@@ -116,11 +116,11 @@ class Admission:
         return budget > 0
 
     def _fits_now(self, sequence: Sequence) -> bool:
-        return self._fits(self._cached(sequence), num_kv_tokens(sequence))
+        return self._fits(sequence, self._cached(sequence))
 
-    def _fits(self, cached: list[BlockId], num_tokens: int) -> bool:
+    def _fits(self, sequence: Sequence, cached: list[BlockId]) -> bool:
         """Whether a table for all of a sequence's tokens leaves what others count on."""
-        num_blocks = self._config.blocks_for(num_tokens)
+        num_blocks = self._config.blocks_for(len(sequence.token_ids))
         return self._tables.num_free_after(cached, num_blocks) >= self._num_spoken_for()
 
     def _num_spoken_for(self) -> int:
@@ -142,29 +142,24 @@ class Admission:
 
     def _admit_running(self, sequence: Sequence, num_tokens: int) -> bool:
         if sequence.hold:
-            return self._admit_whole(sequence, len(sequence.token_ids))
+            return self._admit_whole(sequence)
         cached = self._cached(sequence)
-        if not self._fits(cached, len(sequence.token_ids)):
+        if not self._fits(sequence, cached):
             return False
         start = max(len(cached) * self._config.block_size, sequence.num_computed)
         self._roster.admit(sequence, cached, min(start + num_tokens, len(sequence.token_ids)))
         return True
 
-    def _admit_whole(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Admit with blocks for `num_tokens` tokens, and announce them."""
+    def _admit_whole(self, sequence: Sequence) -> bool:
+        """Admit with blocks for all tokens, and announce them."""
         cached = self._cached(sequence)
-        if not self._fits(cached, num_tokens):
+        if not self._fits(sequence, cached):
             return False
-        self._roster.admit(sequence, cached, num_tokens)
+        self._roster.admit(sequence, cached, len(sequence.token_ids))
         self._allocations.append(
             BlocksAllocated(sequence.seq_id, tuple(sequence.block_table), sequence.num_computed)
         )
         return True
-
-
-def num_kv_tokens(sequence: Sequence) -> int:
-    """Tokens for which a sequence needs blocks to be admitted."""
-    return len(sequence.token_ids) - (sequence.state is SequenceState.RESERVING)
 
 
 def is_decode(sequence: Sequence) -> bool:

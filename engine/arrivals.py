@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.config import SchedulerConfig
-from engine.messages import AddSequence, ReserveSequence, Sibling
+from engine.messages import AddSequence, ReserveSequence
 from engine.prefix_hash import MAX_TOKEN_ID
 from engine.sequence import Sequence, SequenceState
 from protocol.errors import InvalidRequest
-from protocol.generation import FinishReason, SamplingParams, choice_seed
+from protocol.generation import FinishReason, choice_seed
 
 
 def sequence_from(
@@ -21,18 +21,7 @@ def sequence_from(
 ) -> Sequence:
     """Build the sequence that a command asks for, with its unborn choices; WAITING or RESERVING."""
     sequence = _first_choice(command, config, eos_token_ids, arrival_index, now_s)
-    if isinstance(command, AddSequence):
-        sequence.siblings = [
-            _another_choice(sequence, command.index + i, choice_seed(command.sampling.seed, i))
-            for i in range(1, command.num_samples)
-        ]
-    else:
-        sequence.branches = [
-            _another_choice(
-                sequence, sibling.index, _seed_of(command.sampling, sibling), sibling.output_token_ids
-            )
-            for sibling in command.siblings
-        ]
+    sequence.siblings = [_another_choice(sequence, i) for i in range(1, command.num_samples)]
     return sequence
 
 
@@ -47,8 +36,8 @@ def _first_choice(
     num_prompt_tokens = len(command.prompt_token_ids)
     reserves = isinstance(command, ReserveSequence)
     stop_token_ids = frozenset(sampling.stop_token_ids)
-    # Whoever comes with output was scored on its first leg.
-    to_score = sampling.prompt_logprobs is not None and not command.output_token_ids
+    # Whoever comes with output was scored on its first leg; whoever is reserved, by its prefill worker.
+    to_score = sampling.prompt_logprobs is not None and not (command.output_token_ids or reserves)
     return Sequence(
         seq_id=command.seq_id,
         sampling=sampling,
@@ -64,20 +53,18 @@ def _first_choice(
         min_length=num_prompt_tokens + sampling.min_tokens,
         stop_token_ids=stop_token_ids if sampling.ignore_eos else stop_token_ids | eos_token_ids,
         index=command.index,
+        indices=range(command.index, command.index + command.num_samples),
         num_scored=0 if to_score else max(num_prompt_tokens - 1, 0),
     )
 
 
-def _another_choice(
-    first: Sequence, index: int, seed: int, output_token_ids: tuple[int, ...] | None = None
-) -> Sequence:
-    """A choice that `first` carries until it is born: with the same tokens, or its own output."""
-    prompt, own = first.token_ids[: first.num_prompt_tokens], output_token_ids
+def _another_choice(first: Sequence, number: int) -> Sequence:
+    """A choice that `first` carries until it is born."""
     return replace(
         first,
-        index=index,
-        sampling=replace(first.sampling, seed=seed),
-        token_ids=[*first.token_ids] if own is None else [*prompt, *own],
+        index=first.index + number,
+        sampling=replace(first.sampling, seed=choice_seed(first.sampling.seed, number)),
+        token_ids=[*first.token_ids],
         state=SequenceState.WAITING,
         block_table=[],
         block_keys=[],
@@ -87,18 +74,12 @@ def _another_choice(
     )
 
 
-def _seed_of(sampling: SamplingParams, sibling: Sibling) -> int:
-    return choice_seed(sampling.seed, sibling.index) if sibling.seed is None else sibling.seed
-
-
 def why_never(sequence: Sequence, config: SchedulerConfig) -> InvalidRequest | None:
     """Return why this engine can never serve the sequence; None when it can."""
     if sequence.num_prompt_tokens == 0:
         return InvalidRequest("the prompt is empty", param="prompt")
     if not 0 <= min(sequence.token_ids) <= max(sequence.token_ids) <= MAX_TOKEN_ID:
         return InvalidRequest("a token id is out of range", param="prompt")
-    if sequence.state is SequenceState.RESERVING and sequence.num_output_tokens == 0:
-        return InvalidRequest("a reserved sequence needs the token that its prefill sampled")
     if sequence.num_prompt_tokens >= config.max_model_len:
         return InvalidRequest(
             f"the prompt has {sequence.num_prompt_tokens} tokens; with at least one output token that is "
@@ -106,7 +87,7 @@ def why_never(sequence: Sequence, config: SchedulerConfig) -> InvalidRequest | N
             param="prompt",
             code="context_length_exceeded",
         )
-    if any(finish_reason(choice) is not None for choice in (sequence, *sequence.branches)):
+    if finish_reason(sequence) is not None:
         return InvalidRequest(
             "the sequence is complete already: nothing is left to generate", param="max_tokens"
         )
@@ -123,20 +104,14 @@ def finish_reason(sequence: Sequence) -> FinishReason | None:
 
 
 def _why_too_many(sequence: Sequence, config: SchedulerConfig) -> InvalidRequest | None:
-    choices = [sequence, *sequence.siblings, *sequence.branches]
-    if len(choices) > config.max_num_seqs:
-        return InvalidRequest(
-            f"{len(choices)} choices are asked for, and this worker runs {config.max_num_seqs} sequences: "
-            "ask for fewer",
-            param="n",
-        )
-    if len({choice.index for choice in choices}) < len(choices):
-        return InvalidRequest("two choices have the same index", param="n")
-    if any(choice.token_ids[:-1] != sequence.token_ids[:-1] for choice in choices):
-        return InvalidRequest(
-            "the choices of a reserved sequence differ before their last token", param="n"
-        )
-    return None
+    num_choices = 1 + sequence.num_unborn
+    if num_choices <= config.max_num_seqs:
+        return None
+    return InvalidRequest(
+        f"{num_choices} choices are asked for, and this worker runs {config.max_num_seqs} sequences: "
+        "ask for fewer",
+        param="n",
+    )
 
 
 def _why_too_large(sequence: Sequence, config: SchedulerConfig) -> InvalidRequest | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from engine.arrivals import sequence_from, why_never
-from engine.choices import drop_choice, part_by_last_token
+from engine.choices import decode_from, drop_choice, recompute_from, why_not_from
 from engine.config import SchedulerConfig
 from engine.integrity import check_roster
 from engine.messages import (
@@ -19,6 +19,7 @@ from engine.messages import (
     CacheInvalidated,
     Command,
     Event,
+    FirstTokens,
     InvalidateCache,
     RecomputeSequence,
     ReleaseSequence,
@@ -85,7 +86,11 @@ class EngineCore:
         if isinstance(command, InvalidateCache):
             return [self._invalidate(command)]
         group = self._roster.groups.get(command.seq_id)
-        return [] if group is None else self._change(group, command)
+        failure = None if group is None else self._change(group, command)
+        if failure is None:
+            return []
+        self._roster.drop_group(command.seq_id)
+        return [SequenceFailed(command.seq_id, failure)]
 
     def step(self, announce: Callable[[list[Event]], None] | None = None) -> list[Event]:
         """Compute one batch. Whatever the executor raises passes through and leaves the core unusable.
@@ -207,15 +212,15 @@ class EngineCore:
         self,
         group: list[Sequence],
         command: AdmitSequence | RecomputeSequence | AbortSequence | ReleaseSequence,
-    ) -> list[Event]:
-        sequence = group[0]  # the only one before it is born
+    ) -> SplitserveError | None:
+        """Returns why the sequence fails; None when it does not."""
+        sequence = group[0]  # the only one before the others are born
         state = sequence.state
         match command:
             case AdmitSequence() if state is SequenceState.FETCHING:
-                self._roster.admit_fetched(sequence)
-                part_by_last_token(self._roster, sequence)
+                return self._go_on(decode_from, sequence, command.first_tokens)
             case RecomputeSequence() if state in (SequenceState.FETCHING, SequenceState.RESERVING):
-                self._roster.recompute(sequence)
+                return self._go_on(recompute_from, sequence, command.first_tokens)
             case ReleaseSequence() if sequence.hold:
                 # Released before it is HELD: nobody will read the blocks, so the rest need not be computed.
                 self._roster.drop(sequence)
@@ -224,7 +229,16 @@ class EngineCore:
             case AbortSequence(index=int(index)):
                 drop_choice(self._roster, group, index)
             case _:
-                self._roster.drop_group(sequence.seq_id)
-                error = EngineFault(f"{type(command).__name__} came for a sequence that is {state}")
-                return [SequenceFailed(sequence.seq_id, error)]
-        return []
+                return EngineFault(f"{type(command).__name__} came for a sequence that is {state}")
+        return None
+
+    def _go_on(
+        self,
+        start: Callable[[Roster, Sequence, FirstTokens], None],
+        sequence: Sequence,
+        first_tokens: FirstTokens,
+    ) -> InvalidRequest | None:
+        refusal = why_not_from(sequence, first_tokens)
+        if refusal is None:
+            start(self._roster, sequence, first_tokens)
+        return refusal

@@ -82,7 +82,9 @@ def _check_table(sequence: Sequence, config: SchedulerConfig) -> None:
     _require(len(set(sequence.block_table)) == num_blocks, f"{seq_id} has a block twice")
     _require(is_swapped or num_blocks >= needed, f"{seq_id} lacks blocks for its KV")
     _require(len(sequence.host_table) == needed * is_swapped, f"{seq_id} has the wrong blocks on the host")
-    _require(sequence.num_computed < len(sequence.token_ids), f"{seq_id} has nothing left to compute")
+    # The prefix cache may have given all tokens of one that takes its next token from elsewhere.
+    may_be_whole = sequence.state is SequenceState.FETCHING
+    _require(sequence.num_pending >= 1 - may_be_whole, f"{seq_id} has nothing left to compute")
     _require(sequence.num_registered_blocks <= num_blocks, f"{seq_id} registered more blocks than it has")
     if sequence.state in _WAITS:
         _require(num_blocks == 0, f"{seq_id} waits but has blocks")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 from engine.arrivals import finish_reason
-from engine.choices import hold_together, part_by_first_token, part_by_last_token
+from engine.choices import part
 from engine.messages import Event, PrefillProgressed, PromptScored, SequenceFailed, TokensSampled
 from engine.plan import Slice, StepPlan, StepResult
 from engine.roster import Roster
@@ -125,22 +125,10 @@ def _apply_first_tokens(
     for choice, token, reason in zip(choices, tokens, reasons, strict=True):
         events.append(TokensSampled(sequence.seq_id, (token,), reason, sequence.num_cached, choice.index))
     living = [choice for choice, reason in zip(choices, reasons, strict=True) if reason is None]
-    _after_first_tokens(roster, sequence, living)
+    part(roster, sequence, living)
 
 
 def _append(roster: Roster, sequence: Sequence, token: Token) -> FinishReason | None:
     sequence.token_ids.append(token.token_id)
     roster.counters.generated_tokens += 1
     return finish_reason(sequence)
-
-
-def _after_first_tokens(roster: Roster, sequence: Sequence, living: list[Sequence]) -> None:
-    if sequence.hold and living:
-        hold_together(roster, sequence, living)
-        return
-    part_by_first_token(roster, sequence, [choice for choice in living if choice is not sequence])
-    part_by_last_token(roster, sequence)
-    if sequence in living:
-        roster.start_decoding(sequence)
-    else:
-        roster.finish(sequence)

@@ -9,7 +9,7 @@ from engine.block_pool import BlockPool
 from engine.block_tables import BlockTables
 from engine.config import SchedulerConfig
 from engine.prefix_hash import BlockKey, extend_block_keys, pack, root_hash
-from engine.sequence import Sequence
+from engine.sequence import Sequence, SequenceState
 from protocol.ids import BlockId
 
 
@@ -27,10 +27,13 @@ class PrefixCache:
         return self._is_enabled and not sequence.is_stale and sequence.num_unscored <= 0
 
     def prefix_of(self, sequence: Sequence) -> list[BlockId]:
-        """Return the cached full blocks of all tokens but the last, which is always computed."""
+        """Return the cached full blocks: of all tokens when it is RESERVING, and else of all but the last,
+        which is always computed, because the next one is sampled from it.
+        """
         if not self.may_give(sequence):
             return []
-        num_blocks = (len(sequence.token_ids) - 1) // self._block_size
+        must_compute = sequence.state is not SequenceState.RESERVING
+        num_blocks = (len(sequence.token_ids) - must_compute) // self._block_size
         self._name_blocks(sequence, num_blocks)
         return self._pool.cached_prefix(sequence.block_keys[:num_blocks])
 

@@ -109,15 +109,15 @@ class Roster:
         self.num_held += 1
 
     def admit_fetched(self, sequence: Sequence) -> None:
-        """FETCHING -> RUNNING: its blocks hold the KV of all tokens but the last."""
-        num_tokens = len(sequence.token_ids) - 1
+        """FETCHING -> RUNNING: its blocks hold the KV of all its tokens. The caller has the next one."""
+        num_tokens = len(sequence.token_ids)
         self.counters.prompt_tokens_transferred += num_tokens - sequence.num_computed
         self._leave(sequence)
         sequence.num_computed = num_tokens
         self.cache.register(sequence)
         sequence.state = SequenceState.RUNNING
         self.num_unborn += sequence.num_unborn
-        self.start_decoding(sequence)
+        self.prefills[sequence] = None
 
     def bear(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
         """An unborn choice of a RUNNING sequence -> RUNNING, with its parent's first blocks.

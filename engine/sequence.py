@@ -6,8 +6,8 @@ A sequence has no phase: every step just lets `num_computed` chase `len(token_id
     WAITING --blocks--> RUNNING --finished--> gone
        ^                |  |  \\--first token of a `hold` sequence--> HELD --release--> gone
        +--- preempted --+  +--preempted by swap--> SWAPPED --blocks--> RUNNING
-    RESERVING --blocks--> FETCHING --admit--> RUNNING
-        \\--recompute--------+--recompute--> WAITING
+    RESERVING --blocks--> FETCHING --admit with first tokens--> RUNNING
+        \\--recompute--------+--recompute with first tokens--> WAITING
 
 Several choices of one request are one sequence until they part: the first one carries the others, which
 have no state and no blocks, in `siblings` or `branches`. Born, each is a sequence of its own that shares
@@ -73,8 +73,10 @@ class Sequence:
     """Blocks of `block_table` that were offered to the prefix cache or came from it."""
     index: int = 0
     """Which choice of its request it is; choices share `seq_id` and `arrival_index`."""
+    indices: range = range(1)
+    """Of all choices with which its request came, whatever became of them."""
     siblings: list[Sequence] = field(default_factory=list)
-    """Unborn choices that part at the next sampled token: the same tokens, their own sampling."""
+    """Unborn choices that part at the next token, sampled here or elsewhere: the same tokens so far."""
     branches: list[Sequence] = field(default_factory=list)
     """Unborn choices that parted at the last token: all tokens but that one are the same."""
     host_table: list[HostBlockId] = field(default_factory=list)

@@ -14,6 +14,7 @@ from engine.messages import (
     BlocksAllocated,
     Command,
     Event,
+    FirstTokens,
     InvalidateCache,
     PrefillProgressed,
     PromptScored,
@@ -33,6 +34,10 @@ EOS = 0
 
 def greedy(max_tokens: int = 8, *, ignore_eos: bool = True, **more: object) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos, **more)  # type: ignore[arg-type]
+
+
+def first_tokens(first: int | FirstTokens) -> FirstTokens:
+    return ((0, first),) if isinstance(first, int) else first
 
 
 class Engine:
@@ -95,18 +100,23 @@ class Engine:
         self,
         seq_id: str,
         prompt: list[int],
-        output: tuple[int, ...],
         sampling: SamplingParams | None = None,
+        *,
+        output: tuple[int, ...] = (),
+        n: int = 1,
         **more: object,
     ) -> list[Event]:
-        command = ReserveSequence(SequenceId(seq_id), tuple(prompt), output, sampling or greedy(), **more)  # type: ignore[arg-type]
+        command = ReserveSequence(
+            SequenceId(seq_id), tuple(prompt), sampling or greedy(), output, num_samples=n, **more
+        )  # type: ignore[arg-type]
         return self.handle(command)
 
-    def admit(self, seq_id: str) -> list[Event]:
-        return self.handle(AdmitSequence(SequenceId(seq_id)))
+    def admit(self, seq_id: str, first: int | FirstTokens) -> list[Event]:
+        """`first`: that of choice 0, or of several."""
+        return self.handle(AdmitSequence(SequenceId(seq_id), first_tokens(first)))
 
-    def recompute(self, seq_id: str) -> list[Event]:
-        return self.handle(RecomputeSequence(SequenceId(seq_id)))
+    def recompute(self, seq_id: str, first: int | FirstTokens) -> list[Event]:
+        return self.handle(RecomputeSequence(SequenceId(seq_id), first_tokens(first)))
 
     def abort(self, seq_id: str, index: int | None = None) -> list[Event]:
         return self.handle(AbortSequence(SequenceId(seq_id), index))
@@ -149,6 +159,10 @@ class Engine:
             tokens.append(self.executor.next_token(tokens, seed))
         return tokens[len(prompt) + len(output) :]
 
+    def first(self, prompt: list[int], seed: int = 0) -> int:
+        """The token that a prefill worker samples."""
+        return self.expected(prompt, 1, seed=seed)[0]
+
     def fill(self, seq_id: str, token_ids: list[int]) -> None:
         """Write a reserved sequence's blocks past the cached prefix, as a fetch would."""
         allocated = self.allocated[seq_id]
@@ -177,8 +191,10 @@ class Engine:
                 assert seq_id not in self.allocated or self.was_invalidated  # then it starts over
                 assert seq_id not in self.tokens
                 self.allocated[seq_id] = event
+                self.progress.pop(seq_id, None)
             case PrefillProgressed(num_computed=num_computed):
                 assert seq_id in self.allocated
+                assert seq_id not in self.tokens, "progress after the first token"
                 self.progress.setdefault(seq_id, []).append(num_computed)
             case PromptScored(tokens=tokens):
                 assert seq_id not in self.tokens, "scored after the first token"

@@ -22,6 +22,7 @@ class RandomLoad:
         self._turns = [
             (self._step, 60), (self._add, 9), (self._reserve, 7), (self._fetch, 8), (self._release, 7),
             (self._recompute, 1), (self._abort, 2), (self._abort_choice, 2), (self._invalidate, 3),
+            (self._go_astray, 0.3),
         ]  # fmt: skip
 
     def run(self, num_steps: int) -> None:
@@ -50,8 +51,8 @@ class RandomLoad:
     def _reserve(self) -> None:
         rng = self._rng
         self._world.reserve(
-            self._prompt(), self._sampling(), n=rng.choice([1, 1, 2, 3]), salt=rng.choice(SALTS),
-            priority=rng.choice([0, 0, 1, 5]),
+            self._prompt(), self._sampling(), n=rng.choice([1, 1, 2, 3]),
+            num_given=rng.choice([0, 0, 1, 2]), salt=rng.choice(SALTS), priority=rng.choice([0, 0, 1, 5]),
         )  # fmt: skip
 
     def _fetch(self) -> None:
@@ -59,6 +60,9 @@ class RandomLoad:
 
     def _recompute(self) -> None:
         self._world.recompute(self._pick())
+
+    def _go_astray(self) -> None:
+        self._world.go_astray(self._pick(), admits=self._rng.random() < 0.5, ends=self._rng.random() < 0.5)
 
     def _release(self) -> None:
         self._world.release(self._pick())

@@ -61,7 +61,14 @@ class AnyOrder(RuleBasedStateMachine):
     def add(self, prompt: list[int], sampling: SamplingParams, **more: object) -> None:
         self.world.add(prompt, sampling, **more)  # type: ignore[arg-type]
 
-    @rule(prompt=PROMPTS, sampling=SAMPLING, n=st.sampled_from([1, 2, 3]), salt=SALT, priority=PRIORITY)
+    @rule(
+        prompt=PROMPTS,
+        sampling=SAMPLING,
+        n=st.sampled_from([1, 2, 3]),
+        num_given=st.integers(0, 3),
+        salt=SALT,
+        priority=PRIORITY,
+    )
     def reserve(self, prompt: list[int], sampling: SamplingParams, **more: object) -> None:
         self.world.reserve(prompt, sampling, **more)  # type: ignore[arg-type]
 
@@ -76,6 +83,10 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(pick=PICK)
     def recompute(self, pick: int) -> None:
         self.world.recompute(pick)
+
+    @rule(pick=PICK, admits=st.booleans(), ends=st.booleans())
+    def go_astray(self, pick: int, admits: bool, ends: bool) -> None:
+        self.world.go_astray(pick, admits=admits, ends=ends)
 
     @rule(pick=PICK)
     def release(self, pick: int) -> None:

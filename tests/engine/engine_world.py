@@ -14,8 +14,9 @@ from engine_harness import EOS, Engine
 from stamped_executor import Stamp, StampedExecutor
 
 from engine.config import SchedulerConfig
-from engine.messages import Sibling
+from engine.messages import FirstTokens
 from engine.roster import Roster
+from protocol.errors import InvalidRequest, Overloaded
 from protocol.generation import FinishReason, SamplingParams, choice_seed
 from protocol.ids import SequenceId
 
@@ -32,7 +33,8 @@ class Choice:
     tokens: list[int]
     """All that must still come."""
     reason: FinishReason
-    given: tuple[int, ...] = ()
+    first: int | None = None
+    """Of a reserved one that goes on: what its prefill worker samples."""
     is_over: bool = False
     """Aborted or released: what came until then was right, and nothing more comes."""
 
@@ -40,11 +42,17 @@ class Choice:
 @dataclass
 class Request:
     prompt: list[int]
+    """With the output of earlier legs."""
     choices: dict[int, Choice]
     salt: str
     started: int
     hold: bool = False
     is_reserved: bool = False
+    num_given: int = 0
+
+
+def _stops(sampling: SamplingParams) -> set[int]:
+    return {*sampling.stop_token_ids} if sampling.ignore_eos else {*sampling.stop_token_ids, EOS}
 
 
 def name_of(seq_id: str, index: int) -> str:
@@ -96,32 +104,37 @@ class World:
             own = replace(sampling, seed=choice_seed(sampling.seed, i))
             tokens, reason = self._undisturbed(prompt, own)
             rest = tokens[len(given) :]
-            choices[i] = Choice(own, rest[:1] if hold else rest, reason, given)
-        self._note(seq_id, Request(prompt, choices, salt, self.executor.now, hold))
+            choices[i] = Choice(own, rest[:1] if hold else rest, reason)
+        self._note(seq_id, Request([*prompt, *given], choices, salt, self.executor.now, hold))
         self.engine.add(
             seq_id, prompt, sampling, output=given, hold=hold, salt=salt, n=n, priority=priority
         )
         self._forget_refused(seq_id)
 
     def reserve(
-        self, prompt: list[int], sampling: SamplingParams, *, n: int = 1, salt: str = "", priority: int = 0
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        *,
+        n: int = 1,
+        num_given: int = 0,
+        salt: str = "",
+        priority: int = 0,
     ) -> None:
-        """What a prefill worker hands over: one token per choice; those that it ends are not."""
-        seq_id, choices = self._new_id(), {}
+        """A prefill worker computes meanwhile; each choice's first token is its, and may be the last."""
+        seq_id, whole = self._new_id(), self._undisturbed(prompt, sampling)[0]
+        given = tuple(whole[: min(num_given, len(whole) - 1)]) if n == 1 else ()
+        choices = {}
         for i in range(n):
             own = replace(sampling, seed=choice_seed(sampling.seed, i))
             tokens, reason = self._undisturbed(prompt, own)
-            if len(tokens) > 1:
-                choices[i] = Choice(own, tokens[1:], reason, tuple(tokens[:1]))
-        if not choices:
-            return
-        self._note(seq_id, Request(prompt, choices, salt, self.executor.now, is_reserved=True))
-        (index, first), *others = choices.items()
-        siblings = tuple(Sibling(i, choice.given, choice.sampling.seed) for i, choice in others)
-        self.engine.reserve(
-            seq_id, prompt, first.given, first.sampling,
-            index=index, siblings=siblings, cache_salt=salt, priority=priority,
-        )  # fmt: skip
+            first, *rest = tokens[len(given) :]
+            choices[i] = Choice(own, rest, reason, first if rest else None, is_over=not rest)
+        request = Request(
+            [*prompt, *given], choices, salt, self.executor.now, is_reserved=True, num_given=len(given)
+        )
+        self._note(seq_id, request)
+        self.engine.reserve(seq_id, prompt, sampling, output=given, n=n, cache_salt=salt, priority=priority)
         self._forget_refused(seq_id)
 
     def fetch(self, pick: int, *, good: bool = True) -> None:
@@ -132,10 +145,10 @@ class World:
         request.is_reserved = False
         if not good:
             self._fill(seq_id, [7] * len(request.prompt), "garbage")
-            self.engine.recompute(seq_id)
+            self.engine.recompute(seq_id, self._first_tokens(seq_id))
             return
         self._fill(seq_id, request.prompt, request.salt)
-        self.engine.admit(seq_id)
+        self.engine.admit(seq_id, self._first_tokens(seq_id))
 
     def fetch_without_verdict(self, pick: int) -> None:
         """The KV is there, but nobody has vouched for it: the blocks may not be touched meanwhile."""
@@ -143,18 +156,28 @@ class World:
             self._fill(seq_id, self.requests[seq_id].prompt, self.requests[seq_id].salt)
 
     def recompute(self, pick: int) -> None:
-        waiting = [seq_id for seq_id, request in self._live().items() if request.is_reserved]
-        if (seq_id := self._choose(waiting, pick)) is not None:
+        if (seq_id := self._choose(self._reserved(), pick)) is not None:
             self.requests[seq_id].is_reserved = False
-            self.engine.recompute(seq_id)
+            self.engine.recompute(seq_id, self._first_tokens(seq_id))
+
+    def go_astray(self, pick: int, *, admits: bool, ends: bool) -> None:
+        """First tokens come that can't be: one of no choice, or one that ends its choice."""
+        seq_ids = self._fetching() if admits else self._reserved()
+        if (seq_id := self._choose(seq_ids, pick)) is None:
+            return
+        wrong = (ends and self._last_token(seq_id)) or (len(self.requests[seq_id].choices), 1)
+        others = [pair for pair in self._first_tokens(seq_id) if pair[0] != wrong[0]]
+        (self.engine.admit if admits else self.engine.recompute)(seq_id, (*others, wrong))
+        assert isinstance(self.engine.failed.pop(seq_id), InvalidRequest)
+        self._end(seq_id)
 
     def release(self, pick: int) -> None:
         """A held prompt was read by its decode worker."""
         if (seq_id := self._choose(self._held(), pick)) is None:
             return
         request = self.requests[seq_id]
-        source = [*request.prompt, *next(iter(request.choices.values())).given]
-        self.executor.verify(self.engine.allocated[seq_id].block_ids, source, len(source))
+        assert self.engine.progress[seq_id][-1] == len(request.prompt)
+        self._verify_progress(seq_id)
         self.engine.release(seq_id)
         self._end(seq_id)
 
@@ -181,6 +204,10 @@ class World:
         num_plans = len(self.executor.plans)
         had_work = self.engine.core.has_work
         self.engine.step()
+        for seq_id, request in self._live().items():
+            # One that starts over after an invalidation has no blocks; its reader hears of the new ones.
+            if request.hold and self.engine.roster.groups[SequenceId(seq_id)][0].block_table:
+                self._verify_progress(seq_id)
         self.executor.now += 1
         self.num_steps += 1
         is_idle = len(self.executor.plans) == num_plans
@@ -248,7 +275,8 @@ class World:
                 self.executor.not_before[SequenceId(seq_id)] = since
 
     def _forget_refused(self, seq_id: str) -> None:
-        if self.engine.failed.pop(seq_id, None) is not None:
+        if (error := self.engine.failed.pop(seq_id, None)) is not None:
+            assert isinstance(error, Overloaded)
             assert len(self.engine.roster.waiting) >= self.engine.config.max_num_waiting
             del self.requests[seq_id]
 
@@ -256,9 +284,28 @@ class World:
         for choice in self.requests[seq_id].choices.values():
             choice.is_over = True
 
+    def _first_tokens(self, seq_id: str) -> FirstTokens:
+        """Of those that go on; the sender may not know yet that one was aborted."""
+        choices = self.requests[seq_id].choices
+        return tuple((i, choice.first) for i, choice in choices.items() if choice.first is not None)
+
+    def _last_token(self, seq_id: str) -> tuple[int, int] | None:
+        """A choice that goes on, and a first token with which it would not; None when there is none."""
+        for index, choice in self.requests[seq_id].choices.items():
+            sampling, num_output = choice.sampling, self.requests[seq_id].num_given + 1
+            if not choice.is_over and num_output >= sampling.min_tokens:
+                return next(((index, stop) for stop in _stops(sampling)), None)
+        return None
+
+    def _verify_progress(self, seq_id: str) -> None:
+        """A reader may take at once what is told to be there, while the rest is computed."""
+        allocated = self.engine.allocated[seq_id]
+        num_ready = self.engine.progress.get(seq_id, [allocated.num_cached_tokens])[-1]
+        self.executor.verify(allocated.block_ids, self.requests[seq_id].prompt, num_ready)
+
     def _undisturbed(self, prompt: list[int], sampling: SamplingParams) -> tuple[list[int], FinishReason]:
         tokens, output = list(prompt), []
-        stops = {*sampling.stop_token_ids} if sampling.ignore_eos else {*sampling.stop_token_ids, EOS}
+        stops = _stops(sampling)
         while True:
             tokens.append(self.executor.next_token(tokens, sampling.seed))
             output = tokens[len(prompt) :]
@@ -268,7 +315,7 @@ class World:
                 return output, FinishReason.LENGTH
 
     def _fill(self, seq_id: str, prompt: list[int], salt: str) -> None:
-        """Write what a fetch brings: all tokens but the last, so the prompt, past the cached prefix."""
+        """Write what a fetch brings: all tokens past the cached prefix."""
         allocated, request = self.engine.allocated[seq_id], self.requests[seq_id]
         start, stop = allocated.num_cached_tokens, len(prompt)
         self.executor.write(allocated.block_ids, prompt, start, stop)
@@ -277,8 +324,11 @@ class World:
     def _live(self) -> dict[str, Request]:
         return {seq_id: self.requests[seq_id] for seq_id in self.engine.core.live_sequence_ids}
 
+    def _reserved(self) -> list[str]:
+        return [seq_id for seq_id, request in self._live().items() if request.is_reserved]
+
     def _fetching(self) -> list[str]:
-        return [i for i, r in self._live().items() if r.is_reserved and i in self.engine.allocated]
+        return [seq_id for seq_id in self._reserved() if seq_id in self.engine.allocated]
 
     def _held(self) -> list[str]:
         return [

@@ -84,11 +84,10 @@ def test_a_first_block_that_is_not_complete_is_stale_too() -> None:
 
 def test_a_fetch_that_was_under_way_stays_out_of_the_cache() -> None:
     engine = Engine()
-    first = tuple(engine.expected(PROMPT, 1))
-    engine.reserve("a", PROMPT, first, greedy(3))
+    engine.reserve("a", PROMPT, greedy(3), n=2)
     engine.invalidate()
     engine.fill("a", PROMPT)
-    engine.admit("a")
+    engine.admit("a", ((0, engine.first(PROMPT)), (1, 9)))
     engine.run()
     assert engine.tokens["a"] == engine.expected(PROMPT, 3)[1:]
     assert num_computed(engine, "b", PROMPT) == 9
@@ -96,9 +95,9 @@ def test_a_fetch_that_was_under_way_stays_out_of_the_cache() -> None:
 
 def test_a_sequence_that_starts_over_after_an_invalidation_may_use_the_cache_again() -> None:
     engine = Engine()
-    engine.reserve("a", PROMPT, tuple(engine.expected(PROMPT, 1)), greedy(3))
+    engine.reserve("a", PROMPT, greedy(3))
     engine.invalidate()
-    engine.recompute("a")
+    engine.recompute("a", engine.first(PROMPT))
     engine.run()
     assert num_computed(engine, "b", PROMPT) == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from engine_harness import Engine, greedy
 
-from engine.messages import AddSequence, Sibling
+from engine.messages import AddSequence, FirstTokens, ReserveSequence
 from protocol.errors import InvalidRequest
 from protocol.generation import FinishReason, SamplingParams, choice_seed
 from protocol.ids import SequenceId
@@ -201,63 +201,189 @@ def test_a_held_group_is_gone_when_all_choices_end_at_once() -> None:
     engine.core.assert_idle()
 
 
-def reserve_three(engine: Engine, prompt: list[int]) -> None:
-    """As after a prefill elsewhere at which choice 0 ended."""
-    firsts = [engine.expected(prompt, 1, seed=choice_seed(SEED, i))[0] for i in range(3)]
-    sampling = greedy(7, seed=choice_seed(SEED, 1))
-    sibling = Sibling(2, (firsts[2],), choice_seed(SEED, 2))
-    engine.reserve("a", prompt, (firsts[1],), sampling, index=1, siblings=(sibling,))
+# ---- Reservation ----
 
 
-@pytest.mark.parametrize("length", [7, 8, 9])
-def test_one_reservation_and_one_fetch_serve_all_choices(length: int) -> None:
-    engine = Engine()
-    prompt = PROMPT[:length]
-    reserve_three(engine, prompt)
-    assert len(engine.allocated["a"].block_ids) == -(-length // 4)
-    engine.fill("a", prompt)
-    engine.admit("a")
-    assert engine.core.stats().prompt_tokens_transferred == length
-    engine.run()
-    for index in (1, 2):
-        expected = engine.expected(prompt, 7, seed=choice_seed(SEED, index))
-        assert engine.tokens[f"a#{index}"] == expected[1:]
-    assert engine.core.stats().prompt_tokens_computed == 0
+def firsts(engine: Engine, prompt: list[int], *indices: int) -> FirstTokens:
+    return tuple((i, engine.first(prompt, seed=choice_seed(SEED, i))) for i in indices)
+
+
+def assert_served(engine: Engine, prompt: list[int], *indices: int) -> None:
+    """These choices, and no others, were decoded to their ends from the second token on."""
+    names = {f"a#{i}" if i else "a": i for i in indices}
+    assert engine.tokens.keys() == names.keys() == engine.finished.keys()
+    for name, i in names.items():
+        assert engine.tokens[name] == engine.expected(prompt, 7, seed=choice_seed(SEED, i))[1:]
     engine.core.assert_idle()
 
 
-@pytest.mark.parametrize("length", [7, 8, 9])
-def test_a_failed_fetch_is_recomputed_once_for_all_choices(length: int) -> None:
-    """Length 7: the first choice fills the block in which the second one parts from it."""
-    engine = Engine()
-    prompt = PROMPT[:length]
-    reserve_three(engine, prompt)
-    engine.fill("a", [99] * length)
-    engine.recompute("a")
-    engine.run()
-    for index in (1, 2):
-        expected = engine.expected(prompt, 7, seed=choice_seed(SEED, index))
-        assert engine.tokens[f"a#{index}"] == expected[1:]
-    assert engine.core.stats().prompt_tokens_computed == length + 1
+def test_a_reservation_has_a_seat_for_every_choice_and_one_set_of_blocks() -> None:
+    engine = Engine(max_num_seqs=4)
+    engine.reserve("a", PROMPT, seeded(7), n=3)
+    engine.reserve("b", PROMPT, seeded(7), n=2)
+    assert len(engine.allocated["a"].block_ids) == 3
+    assert "b" not in engine.allocated
+    engine.abort("a", 1)
+    engine.step()
+    assert "b" in engine.allocated
+    engine.abort("a")
+    engine.abort("b")
     engine.core.assert_idle()
 
 
-@pytest.mark.parametrize("index", [1, 2])
-def test_a_fetch_goes_on_for_the_other_choice_when_one_is_aborted(index: int) -> None:
-    engine = Engine()
-    reserve_three(engine, PROMPT)
-    engine.abort("a", index)
-    engine.fill("a", PROMPT)
-    engine.admit("a")
-    engine.run()
-    other = 3 - index
-    assert engine.tokens[f"a#{other}"] == choice(engine, other, 7)[1:]
-    assert f"a#{index}" not in engine.tokens
-    engine.core.assert_idle()
-
-
-def test_choices_of_a_reservation_that_differ_earlier_are_refused() -> None:
-    engine = Engine()
-    engine.reserve("a", PROMPT, (3, 4), greedy(7), siblings=(Sibling(1, (5, 4)),))
+def test_a_reservation_of_more_choices_than_seats_is_refused() -> None:
+    engine = Engine(max_num_seqs=2)
+    engine.reserve("a", PROMPT, n=3)
     assert isinstance(engine.failed["a"], InvalidRequest)
     engine.core.assert_idle()
+
+
+@pytest.mark.parametrize("length", [7, 8, 9])
+@pytest.mark.parametrize("indices", [(0, 1, 2), (1, 2), (0, 2), (1,)])
+def test_one_fetch_serves_all_choices_that_go_on(length: int, indices: tuple[int, ...]) -> None:
+    engine = Engine()
+    prompt = PROMPT[:length]
+    engine.reserve("a", prompt, seeded(7), n=3)
+    engine.fill("a", prompt)
+    engine.admit("a", firsts(engine, prompt, *indices))
+    stats = engine.core.stats()
+    assert (stats.num_running, stats.num_fetching) == (len(indices), 0)
+    assert stats.prompt_tokens_transferred == length
+    engine.run()
+    assert engine.core.stats().prompt_tokens_computed == 0
+    assert_served(engine, prompt, *indices)
+
+
+@pytest.mark.parametrize("length", [7, 8, 9])
+@pytest.mark.parametrize("indices", [(0, 1, 2), (1, 2), (0, 2), (1,)])
+def test_a_failed_fetch_is_recomputed_once_for_all_choices_that_go_on(
+    length: int, indices: tuple[int, ...]
+) -> None:
+    """Length 7: the first choice fills the block in which the others part from it."""
+    engine = Engine()
+    prompt = PROMPT[:length]
+    engine.reserve("a", prompt, seeded(7), n=3)
+    engine.fill("a", [99] * length)
+    engine.recompute("a", firsts(engine, prompt, *indices))
+    engine.run()
+    assert engine.core.stats().prompt_tokens_computed == length + 1
+    assert_served(engine, prompt, *indices)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest_first"])
+def test_a_recompute_of_several_choices_may_come_while_the_reservation_still_waits(policy: str) -> None:
+    engine = Engine(max_num_seqs=3, policy=policy)
+    engine.reserve("first", PROMPT)
+    engine.reserve("a", PROMPT, seeded(7), n=3)
+    engine.recompute("a", firsts(engine, PROMPT, 1, 2))
+    stats = engine.core.stats()
+    assert (stats.num_reserving, stats.num_waiting, stats.num_waiting_tokens) == (0, 1, len(PROMPT) + 1)
+    engine.run()
+    assert engine.core.stats().num_fetching == 1, "two choices have a seat beside the first one"
+    engine.abort("first")
+    assert_served(engine, PROMPT, 1, 2)
+
+
+def test_a_recomputed_group_that_is_preempted_before_its_birth_goes_on_as_one() -> None:
+    engine = Engine(num_blocks=11, max_num_batched_tokens=8, enable_prefix_caching=False, policy="priority")
+    engine.reserve("a", PROMPT, seeded(7), n=3, priority=1)
+    engine.recompute("a", firsts(engine, PROMPT, 0, 1, 2))
+    engine.step()
+    engine.add("first", [9] * 36, greedy(2))
+    engine.step()
+    assert engine.core.stats().num_preemptions == 1
+    engine.run()
+    assert engine.finished.pop("first") is FinishReason.LENGTH
+    del engine.tokens["first"]
+    assert_served(engine, PROMPT, 0, 1, 2)
+
+
+@pytest.mark.parametrize("command", ["admit", "recompute"])
+@pytest.mark.parametrize("aborted", [(0,), (1,), (2,), (0, 1), (1, 2)])
+def test_choices_that_were_aborted_stay_dropped_when_their_first_tokens_come(
+    command: str, aborted: tuple[int, ...]
+) -> None:
+    """The prefill worker's word and the abort crossed."""
+    engine = Engine()
+    engine.reserve("a", PROMPT, seeded(7), n=3)
+    for index in aborted:
+        engine.abort("a", index)
+    engine.fill("a", PROMPT)
+    assert getattr(engine, command)("a", firsts(engine, PROMPT, 0, 1, 2)) == []
+    engine.run()
+    assert_served(engine, PROMPT, *sorted({0, 1, 2} - {*aborted}))
+
+
+def test_an_aborted_choice_may_have_ended_with_its_first_token() -> None:
+    engine = Engine()
+    (stop,) = {token for _, token in firsts(engine, PROMPT, 1)}
+    engine.reserve("a", PROMPT, seeded(7, stop_token_ids=(stop,)), n=2)
+    engine.abort("a", 1)
+    engine.fill("a", PROMPT)
+    engine.admit("a", firsts(engine, PROMPT, 0, 1))
+    assert not engine.failed
+    engine.run()
+    engine.core.assert_idle()
+
+
+def test_a_first_token_that_ends_one_choice_fails_them_all() -> None:
+    engine = Engine()
+    (stop,) = {token for _, token in firsts(engine, PROMPT, 1)}
+    engine.reserve("a", PROMPT, seeded(7, stop_token_ids=(stop,)), n=2)
+    engine.fill("a", PROMPT)
+    engine.admit("a", firsts(engine, PROMPT, 0, 1))
+    assert isinstance(engine.failed["a"], InvalidRequest)
+    engine.core.assert_idle()
+
+
+@pytest.mark.parametrize("command", ["admit", "recompute"])
+def test_choices_of_a_reservation_count_from_its_index(command: str) -> None:
+    """Choices 3 and 4: the reservation's seed is that of choice 3."""
+    engine = Engine()
+    seeds = {3: SEED, 4: choice_seed(SEED, 1)}
+    engine.reserve("a", PROMPT, seeded(7), n=2, index=3)
+    engine.fill("a", PROMPT)
+    tokens = tuple((i, engine.first(PROMPT, seed=seed)) for i, seed in seeds.items())
+    getattr(engine, command)("a", tokens)
+    engine.run()
+    assert engine.tokens == {
+        f"a#{i}": engine.expected(PROMPT, 7, seed=seed)[1:] for i, seed in seeds.items()
+    }
+    engine.core.assert_idle()
+
+
+@pytest.mark.parametrize("index", [2, 5])
+def test_a_first_token_for_a_choice_outside_the_reservation_fails_it(index: int) -> None:
+    engine = Engine()
+    engine.handle(ReserveSequence(SequenceId("a"), tuple(PROMPT), seeded(7), index=3, num_samples=2))
+    engine.admit("a", ((3, 7), (index, 7)))
+    assert isinstance(engine.failed["a"], InvalidRequest)
+    engine.core.assert_idle()
+
+
+@pytest.mark.parametrize("length", [8, 9])
+def test_choices_of_a_reservation_part_behind_blocks_that_were_all_cached(length: int) -> None:
+    engine = Engine()
+    prompt = PROMPT[:length]
+    engine.add("before", prompt, greedy(1))
+    engine.run()
+    engine.tokens.clear()
+    engine.finished.clear()
+    engine.reserve("a", prompt, seeded(7), n=3)
+    assert engine.allocated["a"].num_cached_tokens == 8
+    engine.fill("a", prompt)
+    engine.admit("a", firsts(engine, prompt, 0, 1, 2))
+    assert engine.core.stats().prompt_tokens_transferred == length - 8
+    engine.run()
+    assert_served(engine, prompt, 0, 1, 2)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_admitted_choices_are_preempted_each_for_itself(preemption: str) -> None:
+    engine = Engine(num_blocks=6, preemption=preemption, num_host_blocks=20)
+    engine.reserve("a", PROMPT, seeded(7), n=3)
+    engine.fill("a", PROMPT)
+    engine.admit("a", firsts(engine, PROMPT, 0, 1, 2))
+    engine.run()
+    assert engine.core.stats().num_preemptions > 0
+    assert_served(engine, PROMPT, 0, 1, 2)

@@ -14,13 +14,14 @@ from engine.messages import (
     AddSequence,
     BlocksAllocated,
     Event,
+    FirstTokens,
     PrefillProgressed,
     SequenceFailed,
     TokensSampled,
 )
 from engine.plan import StepPlan, StepResult
 from protocol.errors import EngineFault, InvalidRequest, Overloaded
-from protocol.generation import FinishReason, Token
+from protocol.generation import FinishReason, SamplingParams, Token
 from protocol.ids import SequenceId
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
@@ -124,8 +125,9 @@ def test_a_stop_on_the_last_allowed_token_is_a_stop() -> None:
         (lambda e: e.add("a", PROMPT, greedy(2), output=(1, 2)), "complete already"),
         (lambda e: e.add("a", PROMPT, greedy(9, ignore_eos=False), output=(1, EOS)), "complete already"),
         (lambda e: e.add("a", [1, -1]), "out of range"),
-        (lambda e: e.reserve("a", PROMPT, ()), "needs the token"),
-        (lambda e: e.reserve("a", PROMPT, (3,), greedy(1)), "complete already"),
+        (lambda e: e.reserve("a", PROMPT, greedy(0)), "complete already"),
+        (lambda e: e.reserve("a", PROMPT, greedy(2), output=(1, 2)), "complete already"),
+        (lambda e: e.reserve("a", list(range(200))), "more than the model's context of 200"),
     ],
 )
 def test_what_can_never_be_served_is_refused_at_once(
@@ -163,8 +165,8 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
     engine.add("a", PROMPT)
     engine.step()
     engine.add("b", PROMPT)
-    engine.reserve("c", PROMPT, (3,))
-    for refuse in (lambda: engine.add("d", PROMPT), lambda: engine.reserve("e", PROMPT, (3,))):
+    engine.reserve("c", PROMPT)
+    for refuse in (lambda: engine.add("d", PROMPT), lambda: engine.reserve("e", PROMPT)):
         (event,) = refuse()
         assert isinstance(event, SequenceFailed)
         assert isinstance(event.error, Overloaded)
@@ -273,11 +275,14 @@ def test_a_release_before_the_first_token_stops_the_prefill() -> None:
 # ---- Reserve: the decode role ----
 
 
-def test_reserved_blocks_cover_all_tokens_but_the_last_and_come_at_once() -> None:
+@pytest.mark.parametrize(("output", "num_blocks"), [((), 3), ((5, 6), 3), ((5, 6, 7), 4)])
+def test_reserved_blocks_cover_prompt_and_earlier_output_and_come_at_once(
+    output: tuple[int, ...], num_blocks: int
+) -> None:
     engine = Engine()
-    (event,) = engine.reserve("a", PROMPT, (3,))
+    (event,) = engine.reserve("a", PROMPT, output=output)
     assert isinstance(event, BlocksAllocated)
-    assert len(event.block_ids) == 3
+    assert len(event.block_ids) == num_blocks
     assert event.num_cached_tokens == 0
     assert engine.core.stats().num_fetching == 1
     engine.step()
@@ -286,10 +291,9 @@ def test_reserved_blocks_cover_all_tokens_but_the_last_and_come_at_once() -> Non
 
 def test_an_admitted_sequence_decodes_without_computing_its_prompt() -> None:
     engine = Engine()
-    first = tuple(engine.expected(PROMPT, 1))
-    engine.reserve("a", PROMPT, first, greedy(6))
+    engine.reserve("a", PROMPT, greedy(6))
     engine.fill("a", PROMPT)
-    engine.admit("a")
+    engine.admit("a", engine.first(PROMPT))
     engine.run()
     assert engine.executor.plans[0] == [("a", 1)]
     assert engine.tokens["a"] == engine.expected(PROMPT, 6)[1:]
@@ -301,42 +305,88 @@ def test_an_admitted_sequence_decodes_without_computing_its_prompt() -> None:
 def test_prompts_around_a_block_boundary_decode_alike(length: int) -> None:
     engine = Engine()
     prompt = PROMPT[:length]
-    first = tuple(engine.expected(prompt, 1))
-    engine.reserve("a", prompt, first, greedy(9))
+    engine.reserve("a", prompt, greedy(9))
     assert len(engine.allocated["a"].block_ids) == -(-length // 4)
     engine.fill("a", prompt)
-    engine.admit("a")
+    engine.admit("a", engine.first(prompt))
     engine.run()
     assert engine.tokens["a"] == engine.expected(prompt, 9)[1:]
 
 
+@pytest.mark.parametrize("length", [7, 8, 9])
+def test_a_resumed_one_decodes_after_its_earlier_output_and_the_first_token(length: int) -> None:
+    engine = Engine()
+    whole = engine.expected(PROMPT[:5], length)
+    known, first = tuple(whole[: length - 5]), whole[length - 5]
+    engine.reserve("a", PROMPT[:5], greedy(length), output=known)
+    engine.fill("a", [*PROMPT[:5], *known])
+    engine.admit("a", first)
+    engine.run()
+    assert engine.tokens["a"] == whole[length - 4 :]
+    assert engine.finished["a"] is FinishReason.LENGTH
+    assert engine.core.stats().prompt_tokens_transferred == length
+    engine.core.assert_idle()
+
+
 def test_reserved_blocks_enter_the_prefix_cache_only_when_admitted() -> None:
     engine = Engine()
-    engine.reserve("a", PROMPT, (3,))
-    engine.reserve("b", PROMPT, (3,))
+    engine.reserve("a", PROMPT)
+    engine.reserve("b", PROMPT)
     assert engine.allocated["b"].num_cached_tokens == 0
     engine.fill("a", PROMPT)
-    engine.admit("a")
-    engine.reserve("c", PROMPT, (3,))
+    engine.admit("a", 3)
+    engine.reserve("c", PROMPT)
     assert engine.allocated["c"].num_cached_tokens == 8
 
 
-def test_a_reservation_may_be_cached_up_to_all_it_needs() -> None:
-    engine = Engine()
-    engine.add("a", PROMPT[:8], greedy(2))
+def cached(engine: Engine, prompt: list[int]) -> int:
+    """Have a prompt in the prefix cache; returns its first token."""
+    engine.add("before", prompt, greedy(2))
     engine.run()
-    first = tuple(engine.tokens["a"][:1])
-    engine.reserve("b", PROMPT[:8], first, greedy(5))
+    return engine.tokens["before"][0]
+
+
+def test_a_reservation_may_be_cached_up_to_all_it_needs() -> None:
+    """Nothing of it is computed here, not even the last token: so nothing is left to fetch."""
+    engine = Engine()
+    first = cached(engine, PROMPT[:8])
+    engine.reserve("b", PROMPT[:8], greedy(5))
     assert engine.allocated["b"].num_cached_tokens == 8
-    engine.admit("b")
+    engine.admit("b", first)
     engine.run()
     assert engine.tokens["b"] == engine.expected(PROMPT[:8], 5)[1:]
+    assert engine.core.stats().prompt_tokens_transferred == 0
+    engine.core.assert_idle()
+
+
+def test_a_reservation_that_is_wholly_cached_may_be_recomputed_or_aborted() -> None:
+    engine = Engine()
+    first = cached(engine, PROMPT[:8])
+    for name in "bc":
+        engine.reserve(name, PROMPT[:8], greedy(5))
+        assert engine.allocated[name].num_cached_tokens == 8
+    engine.recompute("b", first)
+    engine.abort("c")
+    engine.run()
+    assert engine.tokens["b"] == engine.expected(PROMPT[:8], 5)[1:]
+    assert engine.core.stats().prompt_tokens_computed == 8, "the cache still has the prompt"
+    engine.core.assert_idle()
+
+
+def test_whoever_computes_its_next_token_still_computes_the_last_one_before() -> None:
+    engine = Engine()
+    cached(engine, PROMPT[:8])
+    engine.add("b", PROMPT[:8], hold=True)
+    engine.step()
+    assert engine.allocated["b"].num_cached_tokens == 4
+    assert engine.last_plan == [("b", 4)]
+    engine.release("b")
 
 
 def test_a_fetching_sequence_takes_a_seat() -> None:
     engine = Engine(max_num_seqs=1)
-    engine.reserve("a", PROMPT, (3,))
-    engine.reserve("b", PROMPT, (3,))
+    engine.reserve("a", PROMPT)
+    engine.reserve("b", PROMPT)
     assert "b" not in engine.allocated
     engine.abort("a")
     engine.step()
@@ -345,9 +395,9 @@ def test_a_fetching_sequence_takes_a_seat() -> None:
 
 def test_a_reservation_waits_for_blocks_behind_those_before_it() -> None:
     engine = Engine(num_blocks=7, max_num_seqs=4)
-    engine.reserve("a", PROMPT, (3,))
+    engine.reserve("a", PROMPT)
     engine.add("b", [40] * 13, greedy(2))  # 4 blocks: 3 are free
-    engine.reserve("c", PROMPT, (3,))
+    engine.reserve("c", PROMPT)
     engine.step()
     assert "c" not in engine.allocated
     assert not engine.core.has_work
@@ -363,24 +413,85 @@ def test_a_fetching_sequence_is_not_preempted_and_its_blocks_are_not_written() -
     engine = Engine(num_blocks=9, max_num_seqs=4)
     engine.add("a", PROMPT[:4], greedy(20))
     engine.step()
-    first = tuple(engine.expected(PROMPT, 1))
-    engine.reserve("b", PROMPT, first, greedy(9))
+    engine.reserve("b", PROMPT, greedy(9))
     engine.fill("b", PROMPT)
     engine.run()
     assert engine.core.stats().num_fetching == 1
     engine.executor.verify(engine.allocated["b"].block_ids, PROMPT, len(PROMPT))
-    engine.admit("b")
+    engine.admit("b", engine.first(PROMPT))
     engine.run()
     assert engine.tokens["a"] == engine.expected(PROMPT[:4], 20)
     assert engine.tokens["b"] == engine.expected(PROMPT, 9)[1:]
     engine.core.assert_idle()
 
 
+def test_a_first_token_may_come_while_the_reservation_still_waits_but_not_an_admission() -> None:
+    engine = Engine(max_num_seqs=1)
+    engine.reserve("first", PROMPT)
+    engine.reserve("a", PROMPT)
+    engine.admit("a", 3)
+    assert isinstance(engine.failed["a"], EngineFault)
+    engine.abort("first")
+    engine.core.assert_idle()
+
+
+@pytest.mark.parametrize("state", ["reserving", "fetching"])
+@pytest.mark.parametrize(
+    ("sampling", "first", "message"),
+    [
+        (greedy(1), ((0, 7),), "complete with its first token"),
+        (greedy(9, ignore_eos=False), ((0, EOS),), "complete with its first token"),
+        (greedy(9, stop_token_ids=(7,)), ((0, 7),), "complete with its first token"),
+        (greedy(9), ((1, 7),), "one for each choice"),
+        (greedy(9), ((0, 7), (1, 7)), "one for each choice"),
+        (greedy(9), ((0, 7), (0, 8)), "one for each choice"),
+        (greedy(9), ((0, -1),), "out of range"),
+        (greedy(9), ((0, 1 << 32),), "out of range"),
+    ],
+)
+def test_a_first_token_that_cannot_be_fails_its_sequence_alone(
+    state: str, sampling: SamplingParams, first: FirstTokens, message: str
+) -> None:
+    engine = Engine(max_num_seqs=2)
+    engine.add("other", PROMPT, greedy(4))
+    engine.step()
+    if state == "reserving":
+        engine.reserve("blocker", [9])
+    engine.reserve("a", PROMPT, sampling)
+    (engine.admit if state == "fetching" else engine.recompute)("a", first)
+    assert isinstance(engine.failed["a"], InvalidRequest)
+    assert message in engine.failed["a"].message
+    engine.abort("blocker")
+    engine.run()
+    assert engine.tokens["other"] == engine.expected(PROMPT, 4)
+    engine.core.assert_idle()
+
+
+def test_a_first_token_before_the_minimal_length_ends_nothing() -> None:
+    engine = Engine()
+    first = engine.first(PROMPT)
+    engine.reserve("a", PROMPT, greedy(4, stop_token_ids=(first,), min_tokens=2))
+    engine.fill("a", PROMPT)
+    engine.admit("a", first)
+    engine.run()
+    assert engine.tokens["a"][0] == engine.expected(PROMPT, 2)[1]
+    engine.core.assert_idle()
+
+
+@pytest.mark.parametrize("command", ["admit", "recompute"])
+def test_a_reservation_none_of_whose_choices_goes_on_is_gone_and_not_answered(command: str) -> None:
+    engine = Engine()
+    engine.reserve("a", PROMPT, n=2)
+    engine.fill("a", PROMPT)
+    assert getattr(engine, command)("a", ()) == []
+    assert not engine.core.has_work
+    engine.core.assert_idle()
+
+
 def test_a_recomputed_sequence_gives_the_same_tokens() -> None:
     engine = Engine()
-    first = tuple(engine.expected(PROMPT, 1))
-    engine.reserve("a", PROMPT, first, greedy(6))
-    engine.recompute("a")
+    engine.reserve("a", PROMPT, greedy(6))
+    engine.recompute("a", engine.first(PROMPT))
     engine.run()
     assert engine.tokens["a"] == engine.expected(PROMPT, 6)[1:]
     engine.core.assert_idle()
@@ -388,9 +499,9 @@ def test_a_recomputed_sequence_gives_the_same_tokens() -> None:
 
 def test_a_recomputed_sequence_goes_before_those_that_came_later() -> None:
     engine = Engine(max_num_seqs=1)
-    engine.reserve("a", PROMPT, (3,))
+    engine.reserve("a", PROMPT)
     engine.add("b", PROMPT)
-    engine.recompute("a")
+    engine.recompute("a", 3)
     engine.step()
     assert engine.last_plan == [("a", 11)]
 
@@ -398,9 +509,9 @@ def test_a_recomputed_sequence_goes_before_those_that_came_later() -> None:
 def test_a_recompute_may_come_while_the_reservation_still_waits() -> None:
     """The sender cannot know on which side of `BlocksAllocated` its command arrives."""
     engine = Engine(max_num_seqs=1)
-    engine.reserve("first", PROMPT, (3,))
-    engine.reserve("a", PROMPT, tuple(engine.expected(PROMPT, 1)), greedy(4))
-    engine.recompute("a")
+    engine.reserve("first", PROMPT)
+    engine.reserve("a", PROMPT, greedy(4))
+    engine.recompute("a", engine.first(PROMPT))
     assert engine.core.stats().num_reserving == 0
     assert engine.core.stats().num_waiting == 1
     engine.abort("first")
@@ -412,9 +523,9 @@ def test_a_recompute_may_come_while_the_reservation_still_waits() -> None:
 
 def test_recompute_leaves_nothing_of_the_failed_fetch_in_the_cache() -> None:
     engine = Engine()
-    engine.reserve("a", PROMPT, (3,))
+    engine.reserve("a", PROMPT)
     engine.fill("a", [99] * len(PROMPT))  # a fetch that went wrong
-    engine.recompute("a")
+    engine.recompute("a", 3)
     engine.step()
     assert engine.last_plan == [("a", 11)]
 
@@ -437,11 +548,11 @@ def in_state(engine: Engine, state: str) -> None:
             engine.add("a", PROMPT, hold=True)
             engine.step()
         case "reserving":
-            engine.reserve("blocker", PROMPT, (3,))
-            engine.reserve("a", [9] * 150, (3,))
+            engine.reserve("blocker", PROMPT)
+            engine.reserve("a", [9] * 150)
             engine.abort("blocker")
         case "fetching":
-            engine.reserve("a", PROMPT, (3,))
+            engine.reserve("a", PROMPT)
         case "preempted":
             engine.add("first", [70] * 100, greedy(99))
             engine.add("a", [80] * 100, greedy(99))
@@ -466,17 +577,21 @@ def test_an_abort_frees_everything_at_once_and_is_not_answered(state: str) -> No
 
 def test_commands_for_unknown_ids_are_ignored() -> None:
     engine = Engine()
-    for command in (engine.abort, engine.release, engine.admit, engine.recompute):
+    for command in (engine.abort, engine.release):
         assert command("ghost") == []
+    for go_on in (engine.admit, engine.recompute):
+        assert go_on("ghost", 3) == []
 
 
-@pytest.mark.parametrize("command", ["admit", "recompute", "release"])
-def test_a_command_that_does_not_fit_the_state_fails_that_sequence_alone(command: str) -> None:
+@pytest.mark.parametrize(("command", "more"), [("admit", [3]), ("recompute", [3]), ("release", [])])
+def test_a_command_that_does_not_fit_the_state_fails_that_sequence_alone(
+    command: str, more: list[int]
+) -> None:
     engine = Engine()
     engine.add("a", PROMPT)
     engine.add("b", PROMPT, greedy(2))
     engine.step()
-    getattr(engine, command)("a")
+    getattr(engine, command)("a", *more)
     assert isinstance(engine.failed["a"], EngineFault)
     engine.run()
     assert engine.tokens["b"] == engine.expected(PROMPT, 2)
@@ -486,7 +601,7 @@ def test_a_command_that_does_not_fit_the_state_fails_that_sequence_alone(command
 def test_abort_all_reports_every_live_sequence() -> None:
     engine = Engine()
     engine.add("a", PROMPT, hold=True)
-    engine.reserve("b", PROMPT, (3,))
+    engine.reserve("b", PROMPT)
     engine.step()
     error = EngineFault("the end")
     assert engine.core.abort_all(error) == [SequenceFailed(SequenceId(s), error) for s in "ab"]
@@ -515,9 +630,9 @@ def test_the_same_commands_give_the_same_events() -> None:
         engine = Engine(num_blocks=15, vocab_size=20)
         for i in range(6):
             engine.add(f"s{i}", [i % 2 + 1] * (5 + i), greedy(12, ignore_eos=False))
-            engine.reserve(f"r{i}", [i + 3] * 5, (4,), greedy(4))
+            engine.reserve(f"r{i}", [i + 3] * 5, greedy(4))
             engine.step()
-            engine.recompute(f"r{i}")
+            engine.recompute(f"r{i}", 4)
         engine.run()
         return [repr(event) for event in engine.events], engine.core.stats()
 
@@ -528,11 +643,11 @@ def test_stats_tell_who_is_where_and_what_a_step_took() -> None:
     engine = Engine(max_num_batched_tokens=16, max_num_seqs=3)
     engine.add("held", PROMPT, hold=True)
     engine.step()
-    engine.reserve("fetching", [7] * 5, (3,))
+    engine.reserve("fetching", [7] * 5)
     engine.add("running", [8] * 24)
     engine.add("third", [9] * 4)
     engine.add("waiting", [5] * 6)
-    engine.reserve("reserving", [6] * 5, (3,))
+    engine.reserve("reserving", [6] * 5)
     engine.step()
     stats = engine.core.stats()
     assert (stats.num_held, stats.num_fetching, stats.num_running) == (1, 1, 1)

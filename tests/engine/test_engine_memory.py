@@ -95,7 +95,7 @@ def test_a_step_may_move_blocks_and_compute_nothing() -> None:
     engine = Engine(max_num_seqs=1, preemption="swap", num_host_blocks=9, policy="priority")
     engine.add("a", prompt(8), greedy(6), priority=3)
     engine.step()
-    engine.reserve("b", prompt(8, 50), tuple(engine.expected(prompt(8, 50), 1)), greedy(3))
+    engine.reserve("b", prompt(8, 50), greedy(3))
     engine.step()
     assert engine.last_plan == []
     assert engine.core.stats().num_swapped == 1

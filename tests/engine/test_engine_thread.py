@@ -193,7 +193,7 @@ def test_a_broken_step_fails_every_live_sequence_and_ends_the_thread(
     harness.thread.post(add("a"))
     executor.wait_until_entered()
     harness.thread.post(add("never-looked-at"))
-    harness.thread.post(ReserveSequence(SequenceId("nor-this"), PROMPT, (3,), greedy()))
+    harness.thread.post(ReserveSequence(SequenceId("nor-this"), PROMPT, greedy()))
     executor.error = error
     executor.gate.release()
     failures = harness.next_events()

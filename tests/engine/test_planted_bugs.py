@@ -18,7 +18,7 @@ from engine.config import SchedulerConfig
 from engine.prefix_cache import PrefixCache
 from engine.prefix_hash import BlockKey
 from engine.roster import Roster
-from engine.sequence import Sequence
+from engine.sequence import Sequence, SequenceState
 from engine.swapping import Swapper
 from protocol.errors import EngineFault
 from protocol.ids import BlockId, HostBlockId
@@ -80,6 +80,34 @@ class GoesOnRegistering(PrefixCache):
         return num_blocks
 
 
+class GivesTheLastToken(PrefixCache):
+    """A prompt that is wholly cached is not computed by those that sample from it."""
+
+    def prefix_of(self, sequence: Sequence) -> list[BlockId]:
+        state, sequence.state = sequence.state, SequenceState.RESERVING
+        cached = super().prefix_of(sequence)
+        sequence.state = state
+        return cached
+
+
+class TrustsEveryFetch(Roster):
+    """What was fetched stays in the prefix cache when it is of no worth."""
+
+    def recompute(self, sequence: Sequence) -> None:
+        if sequence.state is SequenceState.FETCHING:
+            sequence.num_computed = len(sequence.token_ids)
+            self.cache.register(sequence)
+        super().recompute(sequence)
+
+
+class TakesNoSeatForTheUnborn(Roster):
+    """Choices of a reserved sequence are not counted while it is fetched."""
+
+    @property
+    def num_seats_taken(self) -> int:
+        return self.num_running + self.num_fetching
+
+
 class KeepsHostBlocks(Swapper):
     """Host blocks are not given back."""
 
@@ -101,6 +129,12 @@ def going_on_registering(config: SchedulerConfig) -> Roster:
     return roster
 
 
+def giving_the_last_token(config: SchedulerConfig) -> Roster:
+    roster = Roster(config)
+    roster.cache = GivesTheLastToken(config, roster.pool, roster.tables)
+    return roster
+
+
 def keeping_host_blocks(config: SchedulerConfig) -> Roster:
     roster = Roster(config)
     roster.swapper = KeepsHostBlocks(config, roster.tables, roster.moves, roster.counters)
@@ -114,6 +148,9 @@ BUGS = {
     "blocks that are not given back": with_pool(LosesBlocks),
     "a lost swap-in": losing_swap_ins,
     "stale KV that enters the cache": going_on_registering,
+    "a cached last token for those that compute it": giving_the_last_token,
+    "a failed fetch that enters the cache": TrustsEveryFetch,
+    "choices without a seat": TakesNoSeatForTheUnborn,
     "host blocks that are not given back": keeping_host_blocks,
 }
 

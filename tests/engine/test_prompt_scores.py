@@ -54,12 +54,12 @@ def test_scores_are_told_once_though_the_prompt_is_computed_twice() -> None:
     assert engine.tokens["a"] == engine.expected(PROMPT * 3, 6)
 
 
-def test_later_legs_are_not_scored_again() -> None:
+def test_neither_later_legs_nor_what_a_prefill_worker_scored_is_scored_again() -> None:
     engine = Engine()
     whole = engine.expected(PROMPT, 6)
     engine.add("a", PROMPT, SCORED, output=tuple(whole[:2]))
-    engine.reserve("b", PROMPT, tuple(whole[:1]), SCORED)
-    engine.recompute("b")
+    engine.reserve("b", PROMPT, SCORED)
+    engine.recompute("b", whole[0])
     engine.run()
     assert engine.scores == {}
     assert engine.tokens["a"] == whole[2:]

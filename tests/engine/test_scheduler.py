@@ -99,7 +99,7 @@ def test_a_reservation_leaves_the_blocks_that_an_unfinished_prefill_needs() -> N
     engine = Engine(num_blocks=11, max_num_batched_tokens=8, max_num_seqs=4)
     engine.add("a", prompt(32), greedy(1))
     engine.step()  # has 2 of the 8 blocks that it will need, and 8 are free
-    engine.reserve("b", prompt(12, 50), (3,))
+    engine.reserve("b", prompt(12, 50))
     assert "b" not in engine.allocated
     engine.run()
     assert engine.executor.plans == [[("a", 8)]] * 4
