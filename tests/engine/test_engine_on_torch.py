@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 from tiny_models import BLOCK_SIZE, CPU, VOCAB_SIZE, Twins, make_prompt, make_twins
 
-from engine import AddSequence, EngineCore, PromptScored, SchedulerConfig, SequenceFailed, TokensSampled
+from engine import (
+    AddSequence,
+    AdmitSequence,
+    BlocksAllocated,
+    EngineCore,
+    Event,
+    PrefillProgressed,
+    PromptScored,
+    RecomputeSequence,
+    ReleaseSequence,
+    ReserveSequence,
+    SchedulerConfig,
+    SequenceFailed,
+    TokensSampled,
+)
 from engine.host_kv_pool import HostKvPool
 from engine.kv_cache import KvCache
 from engine.runner import ModelRunner
@@ -24,12 +40,19 @@ def twins() -> Twins:
     return make_twins("smollm2")
 
 
-def make_core(num_blocks: int, num_host_blocks: int = 0, **settings: Any) -> EngineCore:
-    """Both memories start full of NaN."""
+def make_kv_cache(num_blocks: int) -> KvCache:
     kv_cache = KvCache(
         twins().config, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=twins().model.dtype, device=CPU
     )
     kv_cache.blocks.fill_(float("nan"))
+    return kv_cache
+
+
+def make_core(
+    num_blocks: int, num_host_blocks: int = 0, kv_cache: KvCache | None = None, **settings: Any
+) -> EngineCore:
+    """Both memories start full of NaN."""
+    kv_cache = kv_cache or make_kv_cache(num_blocks)
     pool = HostKvPool(kv_cache, num_host_blocks) if num_host_blocks else None
     if pool is not None:
         pool.blocks.fill_(float("nan"))
@@ -121,3 +144,114 @@ def test_preemption_changes_no_token_of_anybody(num_host_blocks: int) -> None:
         assert stats.num_preemptions_swap > 0
     else:
         assert stats.num_preemptions_recompute > 0
+
+
+# Hand-off
+
+
+class Handoff:
+    """One engine computes prompts and holds them, another one reads each chunk as it comes, and decodes."""
+
+    def __init__(self, num_blocks: int, recomputed: Collection[str], **settings: Any) -> None:
+        self._recomputed = recomputed
+        self._owner_kv, self._reader_kv = make_kv_cache(60), make_kv_cache(num_blocks)
+        self.owner = make_core(60, kv_cache=self._owner_kv)
+        self.reader = make_core(num_blocks, kv_cache=self._reader_kv, **settings)
+        self._requests = {request.seq_id: request for request in REQUESTS}
+        self._tickets: dict[str, BlocksAllocated] = {}
+        self._num_ready: dict[str, int] = {}
+        self._reserved: dict[str, BlocksAllocated] = {}
+        self._num_read: dict[str, int] = {}
+        self.outputs: Outputs = defaultdict(list)
+
+    def run(self) -> None:
+        self._tickets.clear()
+        self._reserved.clear()
+        for request in self._requests.values():
+            self._note_owner(self.owner.handle(replace(request, hold=True)))
+            reserve = ReserveSequence(
+                request.seq_id,
+                request.prompt_token_ids,
+                request.sampling,
+                num_samples=request.num_samples,
+            )
+            self._note_reader(self.reader.handle(reserve))
+        for _ in range(2000):
+            if not self.owner.live_sequence_ids and not self.reader.live_sequence_ids:
+                break
+            self._note_owner(self.owner.step())
+            self._note_reader(self.reader.step())
+            for seq_id in self.owner.live_sequence_ids:
+                self._read(seq_id)
+        self.owner.assert_idle()
+        self.reader.assert_idle()
+
+    def _note_owner(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, BlocksAllocated):
+                self._tickets[event.seq_id] = event
+                self._num_ready[event.seq_id] = event.num_cached_tokens
+            elif isinstance(event, PrefillProgressed):
+                self._num_ready[event.seq_id] = event.num_computed
+            elif isinstance(event, TokensSampled):
+                self.outputs[event.seq_id, event.index] += event.tokens
+
+    def _note_reader(self, events: list[Event]) -> None:
+        for event in events:
+            assert not isinstance(event, SequenceFailed | PromptScored), event
+            if isinstance(event, BlocksAllocated):
+                self._reserved[event.seq_id] = event
+                self._num_read[event.seq_id] = event.num_cached_tokens // BLOCK_SIZE
+            elif isinstance(event, TokensSampled):
+                self.outputs[event.seq_id, event.index] += event.tokens
+
+    def _read(self, seq_id: SequenceId) -> None:
+        """Full blocks as they get ready, the last one when all is; then the reader goes on."""
+        request = self._requests[seq_id]
+        if seq_id not in self._reserved or seq_id not in self._tickets:
+            return
+        num_tokens = len(request.prompt_token_ids)
+        is_whole = self._num_ready[seq_id] == num_tokens
+        num_blocks = -(-num_tokens // BLOCK_SIZE) if is_whole else self._num_ready[seq_id] // BLOCK_SIZE
+        new = slice(self._num_read[seq_id], num_blocks)
+        if seq_id not in self._recomputed:
+            source, target = self._tickets[seq_id].block_ids[new], self._reserved[seq_id].block_ids[new]
+            self._reader_kv.blocks[list(target)] = self._owner_kv.blocks[list(source)]
+        self._num_read[seq_id] = num_blocks
+        if is_whole:
+            self._go_on(request)
+
+    def _go_on(self, request: AddSequence) -> None:
+        firsts = [(i, self.outputs[request.seq_id, i][0].token_id) for i in range(request.num_samples)]
+        command = RecomputeSequence if request.seq_id in self._recomputed else AdmitSequence
+        self._note_reader(self.reader.handle(command(request.seq_id, tuple(firsts))))
+        self.owner.handle(ReleaseSequence(request.seq_id))
+
+
+@pytest.mark.parametrize("num_blocks", [100, 16])
+@pytest.mark.parametrize("recomputed", [(), ("s1", "s4"), tuple(request.seq_id for request in REQUESTS)])
+def test_a_handed_over_request_gives_the_tokens_of_one_that_stays(
+    num_blocks: int, recomputed: tuple[str, ...]
+) -> None:
+    """Chunk by chunk, several choices or one, into a roomy pool and into one that preempts."""
+    handoff = Handoff(num_blocks, recomputed)
+    handoff.run()
+    assert handoff.outputs == undisturbed()[0]
+    stats = handoff.reader.stats()
+    assert (stats.num_preemptions > 0) == (num_blocks == 16)
+    assert (stats.prompt_tokens_transferred > 0) == (len(recomputed) < len(REQUESTS))
+
+
+def test_what_the_reader_has_in_its_cache_is_not_read_again_and_changes_no_token() -> None:
+    """One of the prompts fills its blocks: nothing of it is left to read."""
+    handoff = Handoff(100, ())
+    handoff.run()
+    first = handoff.reader.stats()
+    handoff.outputs.clear()
+    handoff.run()
+    assert handoff.outputs == undisturbed()[0]
+    second = handoff.reader.stats()
+    lengths = [len(request.prompt_token_ids) for request in REQUESTS]
+    assert first.prompt_tokens_transferred == sum(lengths)
+    assert second.prompt_tokens_transferred - sum(lengths) == sum(n % BLOCK_SIZE for n in lengths)
+    assert second.prompt_tokens_computed == 0
