@@ -135,7 +135,10 @@ class Holder:
             if wait_s > 0 and self._knows_all(ticket_id, tokens_known):
                 self._leases.renew(ticket_id)
                 limit_s = min(wait_s, self._lease_s / 3, MAX_RENEW_WAIT_S)
-                await held.attendance.wait(lambda: not self._knows_all(ticket_id, tokens_known), limit_s)
+                with self._metrics.waiting_reader():
+                    await held.attendance.wait(
+                        lambda: not self._knows_all(ticket_id, tokens_known), limit_s
+                    )
             return self._leases.renew(ticket_id)
 
     async def release(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -17,6 +18,9 @@ class PrefillMetrics:
     def __init__(self, registry: CollectorRegistry, num_held: Callable[[], int]) -> None:
         held = Gauge("splitserve_held_tickets", "Tickets whose blocks are held", registry=registry)
         held.set_function(num_held)
+        self._waiting = Gauge(
+            "splitserve_waiting_readers", "Readers that wait for progress now", registry=registry
+        )
         self._granted = Counter("splitserve_tickets_granted", "Tickets handed out", registry=registry)
         self._early = Counter(
             "splitserve_tickets_early", "Tickets handed out before the prefill was done", registry=registry
@@ -52,6 +56,10 @@ class PrefillMetrics:
         self._granted.inc()
         if is_early:
             self._early.inc()
+
+    def waiting_reader(self) -> AbstractContextManager[None]:
+        """For as long as a reader waits."""
+        return self._waiting.track_inprogress()
 
     def observe_orphan(self) -> None:
         self._orphaned.inc()

@@ -234,8 +234,10 @@ class PrefillSession:
             self._holder.drop(prefill.ticket_id)
 
     def _fail(self, prefill: Prefill, error: SplitserveError) -> None:
-        """Of a sequence that is gone, or is worth nothing any more."""
-        self._drop(prefill.request.request_id)
+        """Of a sequence that is gone already, or goes with its ticket."""
+        self._forget(prefill.request.request_id)
+        if prefill.ticket_id is not None:
+            self._holder.drop(prefill.ticket_id)
         self._tell_failure(prefill.request.request_id, error)
 
     def _abort(self, request_id: RequestId) -> None:

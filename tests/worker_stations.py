@@ -25,6 +25,7 @@ class Station:
     def __init__(self, identity: WorkerIdentity, network: LoopbackNetwork, **scheduler: Any) -> None:
         """`scheduler`: settings of the scheduler that differ from the defaults."""
         kv, memory = PoolKv.allocate(NUM_BLOCKS)
+        self.memory = memory
         self.executor = FakeExecutor(BLOCK_SIZE, kv=kv)
         self.gate_s = 0.0
         config = SchedulerConfig(
