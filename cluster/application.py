@@ -11,7 +11,8 @@ from ray import serve
 from ray.serve.config import ProxyLocation
 from ray.serve.schema import DeploymentStatusOverview
 
-from cluster.config import ClusterConfig, PoolConfig, load_config
+from cluster.config import ClusterConfig, load_config
+from cluster.deployment_version import version_of
 from cluster.environment import read_environment
 from cluster.serve_failures import explain_failure
 from cluster.serve_replica import build_decode_worker, build_prefill_worker, build_router
@@ -22,12 +23,14 @@ from router.http_server import Listen
 
 APPLICATION = "splitserve"
 ROUTER, PREFILL, DECODE = "router", "prefill", "decode"
+STOP_S = 5.0
+"""How long a replica may take to end once nothing runs on it."""
 
 _WATCH = {
     "health_check_period_s": 1.0,
     "health_check_timeout_s": 10.0,
     "graceful_shutdown_wait_loop_s": 0.1,
-    "graceful_shutdown_timeout_s": 5.0,
+    "graceful_shutdown_timeout_s": STOP_S,
 }
 """A replica whose process died is replaced within a second or two."""
 
@@ -46,16 +49,29 @@ def build_application(
 ) -> serve.Application:
     """The application as `serve.run` takes it. Starts nothing."""
     builders = builders or Builders()
-    prefill = serve.deployment(**_pool_options(PREFILL, config.prefill))(WorkerReplica)
-    decode = serve.deployment(**_pool_options(DECODE, config.decode))(WorkerReplica)
+    prefill = _deployment(WorkerReplica, _pool_options(PREFILL, config), config, token)
+    decode = _deployment(WorkerReplica, _pool_options(DECODE, config), config, token)
     router_class, listen = _router_class(config)
-    router = serve.deployment(**_router_options(config))(router_class)
+    router = _deployment(router_class, _router_options(config), config, token)
+    limit_s = config.drain_limit_s
     return router.bind(
         partial(builders.router, config, token),
         listen,
-        prefill.bind(partial(builders.prefill, config, token), config.prefill.host),
-        decode.bind(partial(builders.decode, config, token), config.decode.host),
+        prefill.bind(partial(builders.prefill, config, token), config.prefill.host, limit_s),
+        decode.bind(partial(builders.decode, config, token), config.decode.host, limit_s),
     )
+
+
+def _deployment(
+    replica: type, options: dict[str, Any], config: ClusterConfig, token: str
+) -> serve.Deployment:
+    """With the version by which Serve knows whether a new deployment replaces running replicas.
+
+    Without one Serve replaces all of them each time, routers included, whatever has changed.
+    """
+    deployment: serve.Deployment = serve.deployment(**options)(replica)
+    vars(deployment)["_version"] = version_of(options["name"], config, token)
+    return deployment
 
 
 def from_arguments(arguments: Mapping[str, object]) -> serve.Application:
@@ -140,11 +156,14 @@ def _router_options(config: ClusterConfig) -> dict[str, Any]:
     }
 
 
-def _pool_options(name: str, pool: PoolConfig) -> dict[str, Any]:
+def _pool_options(name: str, config: ClusterConfig) -> dict[str, Any]:
+    pool = config.prefill if name == PREFILL else config.decode
     return _WATCH | {
         "name": name,
         "num_replicas": pool.num_workers,
         "max_ongoing_requests": 1,  # no request passes through Serve
+        "graceful_shutdown_timeout_s": config.drain_limit_s + STOP_S,
+        "max_surge_percent": pool.max_surge_percent,
         "ray_actor_options": {
             "num_cpus": pool.num_cpus,
             "num_gpus": pool.num_gpus,

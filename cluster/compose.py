@@ -10,6 +10,7 @@ when an engine is built: a router's process never loads it.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,15 @@ from cluster.config import DEMO_MODEL, ClusterConfig
 from cluster.model_length import max_model_len
 from engine.model.config import ModelConfig
 from engine.weights import ModelFolder, Progress, demo_model_path, resolve_model
-from kv_transfer import LoopbackNetwork, agent_name, create_transport
+from kv_transfer import (
+    LoopbackNetwork,
+    agent_name,
+    block_checksums,
+    create_transport,
+    require_checksums,
+)
 from protocol.errors import StartupError
-from protocol.ids import WorkerId, WorkerIdentity
+from protocol.ids import BlockId, WorkerId, WorkerIdentity
 from protocol.ports import Directory, KvTransport
 from rpc import WorkerProfile
 
@@ -59,6 +66,7 @@ def build_prefill_worker(
         transport=_transport(config, parts, identity, network),
         directory=directory,
         config=PrefillWorkerConfig(lease_s=config.kv_transfer.lease_s),
+        checksum=_checksum(config, parts),
     )
 
 
@@ -88,6 +96,7 @@ def build_decode_worker(
             on_kv_failure=OnKvFailure(config.kv_transfer.on_failure),
             fetch_limit_s=config.kv_transfer.fetch_timeout_s,
         ),
+        checksum=_checksum(config, parts),
     )
 
 
@@ -102,10 +111,15 @@ def build_router(config: ClusterConfig, *, token: str, directory: Directory) -> 
     return Router(
         settings=RouterSettings(
             max_in_flight=config.router.max_num_inflight,
+            retry_after_s=config.router.overload_retry_after_s,
             request_timeout_s=config.router.deadline_s,
             worker_wait_s=config.router.worker_wait_s,
             num_retries=config.router.max_retries,
             max_num_choices=config.router.max_num_choices,
+            frame_timeout_s=config.router.frame_timeout_s,
+            local_prefill_tokens=config.router.local_prefill_tokens,
+            local_prefill_on_failure=config.router.local_prefill_on_failure,
+            prefill_grace_s=config.router.prefill_grace_s,
             max_body_bytes=config.http.max_body_bytes,
             api_key=read_api_key(config),
         ),
@@ -135,6 +149,14 @@ def _transport(
 ) -> KvTransport:
     agent = agent_name(identity, rank=0)
     return create_transport(config.kv_transfer.transport, parts.pool_memory, agent, network=network)
+
+
+def _checksum(config: ClusterConfig, parts: EngineParts) -> Callable[[Sequence[BlockId]], list[int]] | None:
+    """What blocks of the pool hold, where it is to be compared. Raises `StartupError`."""
+    if not config.kv_transfer.checksum:
+        return None
+    require_checksums(parts.pool_memory)
+    return partial(block_checksums, parts.pool_memory)
 
 
 def read_api_key(config: ClusterConfig) -> str | None:

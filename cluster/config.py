@@ -46,9 +46,20 @@ class RouterConfig(_Section):
     """Requests in the cluster at once; beyond it 429 with Retry-After."""
     deadline_s: float = Field(default=600.0, gt=0)
     """Longest life of a request whose client names no deadline."""
-    worker_wait_s: float = Field(default=30.0, ge=0)
-    """How long a request waits for a worker of a role to appear."""
+    worker_wait_s: float = Field(default=30.0, gt=0)
+    """How long a request waits for a worker of a role to appear, or to have room for it."""
     max_retries: int = Field(default=3, ge=0)
+    overload_retry_after_s: float = Field(default=1.0, ge=0)
+    """What a client that is refused for want of room is told to wait."""
+    frame_timeout_s: float = Field(default=4.0, gt=0)
+    """A worker from which nothing came for so long is taken for dead: what it did is done elsewhere."""
+    local_prefill_tokens: int = Field(default=0, ge=0)
+    """A prompt is computed where it is decoded when no more than so many of its tokens, by estimate, are
+    not cached there; 0: never."""
+    local_prefill_on_failure: bool = True
+    """Let decode workers compute prompts when prefill workers fail, or there are none."""
+    prefill_grace_s: float = Field(default=2.0, ge=0)
+    """How long there must have been no prefill worker before decode workers do without."""
     max_num_choices: int = Field(default=16, ge=1)
     """Largest `n` of a request."""
 
@@ -65,6 +76,8 @@ class PoolConfig(_Section):
     """Instead of `kv_cache_memory`: share of what is free on the device once the model is loaded."""
     policy: Literal["fcfs", "priority", "shortest_first"] = "fcfs"
     """Who is served first: the earliest, the smallest `priority` of the request, the least work left."""
+    ageing_tokens: int = Field(default=32, ge=1)
+    """shortest_first: so many tokens less must each later arrival have to do, to overtake."""
     preemption: Literal["recompute", "swap"] = "recompute"
     """What becomes of the KV of a sequence that must give its blocks up."""
     swap_memory: ByteSize = ByteSize(0)
@@ -75,16 +88,15 @@ class PoolConfig(_Section):
     """Once fewer than the low watermark are free, nobody is admitted until so many are."""
     max_num_waiting: int = Field(default=1024, ge=1)
     """Sequences that may wait in one worker; the next one is told to come back later."""
+    overload_retry_after_s: float = Field(default=1.0, gt=0)
+    """So much later."""
     long_prefill_token_threshold: int = Field(default=0, ge=0)
     """A longer prompt computes at most so many tokens per step while others wait; 0: no bound."""
     max_num_seqs: int = Field(default=64, ge=1)
     max_num_batched_tokens: int = Field(default=512, ge=1)
     """Token budget of one engine step."""
     max_num_prefill_tokens: int | None = Field(default=None, ge=1)
-    """Of these at most so many go to prompts, so that running sequences keep their pace; null: no bound.
-
-    On decode workers it bounds what the recomputation of lost KV costs the others.
-    """
+    """Of these at most so many go to prompts, so that running sequences keep their pace; null: no bound."""
     threads: int | Literal["auto"] = "auto"
     """Threads of one engine; auto divides the machine's cores between the engines on it."""
     num_cpus: float = Field(default=1.0, ge=0)
@@ -94,6 +106,17 @@ class PoolConfig(_Section):
     """Custom Ray resources that place this pool, such as {"prefill_host": 1}."""
     host: str = "127.0.0.1"
     """Address that the workers' gRPC listens on and that other hosts reach; auto: the node's own."""
+    max_surge_percent: int = Field(default=0, ge=0, le=100)
+    """A rolling update starts so many workers before it stops any, where there is room for them; 0: each
+    one begins to drain before its successor starts."""
+
+
+class DecodePoolConfig(PoolConfig):
+    """The decode workers."""
+
+    max_num_prefill_tokens: int | None = Field(default=64, ge=1)
+    """Of a step's tokens at most so many go to prompts that are computed here: short ones, those whose KV
+    was lost, and all while no prefill worker lives. Bounds what they cost the others between two tokens."""
 
 
 class KvTransferConfig(_Section):
@@ -104,6 +127,8 @@ class KvTransferConfig(_Section):
     """A held prompt is given up when its reader has not renewed for this long."""
     fetch_timeout_s: float = Field(default=30.0, gt=0)
     on_failure: Literal["recompute", "fail"] = "recompute"
+    checksum: bool = False
+    """Compare a checksum of every block that was read with its owner's. For pools in host memory."""
 
 
 class RayConfig(_Section):
@@ -130,10 +155,12 @@ class ClusterConfig(_Section):
     cache_dir: Path = Path("~/.cache/splitserve")
     start_timeout_s: float = Field(default=600.0, gt=0)
     """How long `splitserve serve` waits for the first successful hand-off."""
+    drain_limit_s: float = Field(default=60.0, ge=0)
+    """How long a worker that is to end goes on with what runs there, before it hands the rest back."""
     http: HttpConfig = Field(default_factory=HttpConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
     prefill: PoolConfig = Field(default_factory=PoolConfig)
-    decode: PoolConfig = Field(default_factory=PoolConfig)
+    decode: DecodePoolConfig = Field(default_factory=DecodePoolConfig)
     kv_transfer: KvTransferConfig = Field(default_factory=KvTransferConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
 

@@ -74,7 +74,8 @@ def connect(config: ClusterConfig) -> RayCluster:
         return join(config.ray.address)
     pools = (config.prefill, config.decode)
     resources = {name: 1e6 for pool in pools for name in pool.resources}
-    return start_local(config.ray, sum(p.num_workers * p.num_cpus for p in pools), resources)
+    num_cpus = sum((p.num_workers + 1) * p.num_cpus for p in pools)  # one each for a successor
+    return start_local(config.ray, num_cpus, resources)
 
 
 def start_local(config: RayConfig, num_cpus: float, resources: dict[str, float]) -> LocalCluster:

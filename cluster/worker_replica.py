@@ -19,8 +19,8 @@ class Worker(Protocol):
     async def start(self, host: str, port: int) -> str:
         """Load, listen, announce; returns host:port. Raises `StartupError`."""
 
-    async def stop(self) -> None:
-        """Withdraw, finish or fail what runs, and free everything."""
+    async def stop(self, grace_s: float) -> None:
+        """Take no new work, let what runs end for up to `grace_s`, fail the rest, and free everything."""
 
     def check_health(self) -> None:
         """Raise when the worker must be replaced."""
@@ -30,8 +30,9 @@ class WorkerReplica:
     """One replica; `build` makes the worker from the replica's own name, which no other ever has."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, build: Callable[[str], Worker], host: str
+        self, build: Callable[[str], Worker], host: str, drain_limit_s: float
     ) -> None:
+        self._drain_limit_s = drain_limit_s
         self._worker = build(serve.get_replica_context().replica_id.unique_id)
         await self._worker.start(_own_address() if host == "auto" else host, 0)
 
@@ -40,9 +41,12 @@ class WorkerReplica:
         self._worker.check_health()
 
     async def __del__(self) -> None:
-        """Serve's farewell before a graceful end."""
+        """Serve's farewell before a graceful end: a rolling update, a scale-down, or the end of all.
+
+        At the end of all the routers end their requests, and so this wait, too.
+        """
         if hasattr(self, "_worker"):
-            await self._worker.stop()
+            await self._worker.stop(self._drain_limit_s)
 
 
 def _own_address() -> str:

@@ -64,7 +64,7 @@ class WorkerShell(Generic[CommandT, EventT]):
         directory: Directory,
         invalidation: Callable[[SequenceId, tuple[int, ...] | None, str | None], CommandT],
         *,
-        drain_role: Callable[[float], Awaitable[bool]] | None = None,
+        drain_role: Callable[[float], Awaitable[bool]],
         on_invalidated: Callable[[EventT], None] = lambda event: None,
     ) -> None:
         """`invalidation` makes the engine's command to forget a cached prefix, or everything;
@@ -139,11 +139,7 @@ class WorkerShell(Generic[CommandT, EventT]):
             self.tasks.spawn(self._drain_and_leave(limit_s), "drain")
 
     async def _drain_and_leave(self, limit_s: float) -> None:
-        is_empty = True
-        if self._drain_role is None:
-            await self.drain()
-        else:
-            is_empty = await self._drain_role(limit_s)
+        is_empty = await self._drain_role(limit_s)
         handed_back = "" if is_empty else f" (what still ran after {limit_s:g} s was handed back)"
         self.health.report(WorkerUnavailable(f"drained{handed_back}; to be replaced"))
 

@@ -1,0 +1,28 @@
+"""Does a change of the configuration replace the replicas of a deployment?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib import metadata
+
+from cluster.config import ClusterConfig
+
+_OF_NO_REPLICA = {"start_timeout_s", "drain_limit_s", "ray"}
+_READ_BY = {
+    "router": {"http", "router"},
+    "prefill": {"prefill", "kv_transfer"},
+    "decode": {"decode", "kv_transfer"},
+}
+"""Sections that only some deployments read; the rest is read by all of them."""
+
+
+def version_of(deployment: str, config: ClusterConfig, token: str) -> str:
+    """Equal when replicas that run need not be replaced. The number of workers is no part of it."""
+    sections = set().union(*_READ_BY.values())
+    unread = (sections - _READ_BY[deployment]) | _OF_NO_REPLICA
+    read = config.model_dump(mode="json", exclude=unread)
+    for pool in ("prefill", "decode"):
+        read.get(pool, {}).pop("num_workers", None)
+    text = json.dumps([metadata.version("splitserve"), token, read], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
