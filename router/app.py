@@ -133,7 +133,8 @@ def _operator_routes(router: Router) -> APIRouter:
 
     @routes.get("/health")
     async def health() -> Response:
-        return _status(router, router.unhealthy_because())
+        obstacle = router.unhealthy_because()
+        return _status(router, obstacle, None if obstacle else router.impaired_because())
 
     @routes.get("/ready")
     async def ready() -> Response:
@@ -176,10 +177,11 @@ def _reset_report(outcome: Sequence[tuple[WorkerRecord, SplitserveError | None]]
     return JSONResponse(body, status_code=200 if is_complete else 503)
 
 
-def _status(router: Router, obstacle: str | None) -> Response:
+def _status(router: Router, obstacle: str | None, impairment: str | None = None) -> Response:
+    """503 for an obstacle; an impairment is only told."""
     body = {
-        "status": "ok" if obstacle is None else "unavailable",
-        "reason": obstacle,
+        "status": "unavailable" if obstacle else "degraded" if impairment else "ok",
+        "reason": obstacle or impairment,
         "prefill_workers": len(router.workers.prefill_workers()),
         "decode_workers": len(router.workers.decode_workers()),
     }

@@ -94,7 +94,7 @@ class Canary:
             priority=_PRIORITY,
             cache_salt=name,  # never cached: what is not moved proves nothing
         )
-        generation = self._orchestrator.generate(request)
+        generation = self._orchestrator.prove(request)
         try:
             async with aclosing(generation) as deltas:
                 async for _ in deltas:

@@ -1,4 +1,7 @@
-"""What a router measures about the requests of its users. The canary's are not among them."""
+"""What a router measures about the requests of its users, and about all legs between the workers.
+
+The canary's requests are none of its users', its legs are legs like others.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from protocol.errors import SplitserveError
 from protocol.ports import Clock
 from router.answers import Piece
+from router.ports import LocalReason
 
 PREFIX = "splitserve_"
 
@@ -37,9 +41,19 @@ class RouterMetrics:
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that ended well")
         self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens of those that were cached")
         self.generation_tokens = counter("generation_tokens", "Tokens given to clients")
+        self.resumes = counter("request_resumes", "Legs whose client had tokens already")
+        self.reoffers = counter("ticket_reoffers", "Tickets offered to another decode worker")
+        self.local_prefills = counter("local_prefills", "Prompts that decode workers compute", "reason")
+        self.credit_wait_s = histogram(
+            "request_credit_wait_seconds", "Waits of legs for a decode worker's credit", _QUEUE
+        )
+        self.handover_s = histogram(
+            "request_handover_seconds", "From the first token to the decode worker's first", _TTFT
+        )
         self.responses = counter("http_responses", "HTTP responses given", "path", "status")
         self.running = gauge("num_requests_in_flight", "Requests at the workers now")
         self.waiting = gauge("num_requests_queued", "Requests that wait for a place now")
+        self.waiting_for_credit = gauge("num_requests_waiting_for_credit", "Legs that wait for credit now")
         self.workers = gauge("num_usable_workers", "Workers that can take requests now", "pool")
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -50,6 +64,31 @@ class RouterMetrics:
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(PREFIX + name, text, labels, registry=self.registry)
+
+
+class LegMetrics:
+    """The `LegObserver` that counts."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+
+    def retried(self, error: SplitserveError) -> None:
+        self._metrics.retries.labels(type(error).__name__).inc()
+
+    def resumed(self) -> None:
+        self._metrics.resumes.inc()
+
+    def reoffered(self) -> None:
+        self._metrics.reoffers.inc()
+
+    def computed_locally(self, reason: LocalReason) -> None:
+        self._metrics.local_prefills.labels(reason.value).inc()
+
+    def waited_for_credit(self, seconds: float) -> None:
+        self._metrics.credit_wait_s.observe(seconds)
+
+    def handed_over(self, seconds: float) -> None:
+        self._metrics.handover_s.observe(seconds)
 
 
 @dataclass(slots=True)

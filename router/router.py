@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from protocol.errors import EngineFault, SplitserveError
@@ -17,7 +17,7 @@ from router.admission import Admission
 from router.canary import Canary
 from router.connection import Connect, grpc_connect
 from router.exposition import merge
-from router.metrics import RouterMetrics
+from router.metrics import LegMetrics, RouterMetrics
 from router.openai.prepare import Preparer
 from router.openai.reset import ResetRequest
 from router.orchestrator import Orchestrator
@@ -61,7 +61,7 @@ class Router:
             clock,
         )
         self.orchestrator = Orchestrator(
-            self.workers, policy or LeastOutstandingWork(), settings, clock, self._count_retry
+            self.workers, policy or LeastOutstandingWork(), settings, clock, LegMetrics(self.metrics)
         )
         self.admission = Admission(settings.max_in_flight, settings.max_queued, settings.retry_after_s)
         self.service = Service(self.orchestrator, self.admission, tokenizer, self.metrics, clock)
@@ -70,12 +70,10 @@ class Router:
         self._singing: asyncio.Task[None] | None = None
         self._expose_gauges()
 
-    def _count_retry(self, error: SplitserveError) -> None:
-        self.metrics.retries.labels(type(error).__name__).inc()
-
     def _expose_gauges(self) -> None:
         self.metrics.running.set_function(lambda: self.admission.num_in_flight)
         self.metrics.waiting.set_function(lambda: self.admission.num_queued)
+        self.metrics.waiting_for_credit.set_function(lambda: self.workers.credits.num_waiting)
         for role in Role:
             gauge = self.metrics.workers.labels(role.value)
             gauge.set_function(partial(num_usable, self.workers, role))
@@ -105,17 +103,33 @@ class Router:
             raise EngineFault("the router does not watch the service any more")
 
     def unhealthy_because(self) -> str | None:
-        """Why no request can succeed now, or None."""
+        """Why no request can succeed now, or None.
+
+        Without prefill workers requests succeed, if more slowly, as long as decode workers may compute
+        prompts: who restarts what is unhealthy, or takes its clients away, should not do so then.
+        """
         try:
             self.workers.check()
         except EngineFault as error:
             return error.message
-        missing = [role.value for role in Role if not num_usable(self.workers, role)]
-        return f"no usable {' and no usable '.join(missing)} worker" if missing else None
+        needed = [Role.DECODE] if self.settings.local_prefill_on_failure else list(Role)
+        return self._missing(needed)
+
+    def impaired_because(self) -> str | None:
+        """Why the service does not work as it is meant to, though requests succeed; or None."""
+        return self._missing(list(Role))
 
     def not_ready_because(self) -> str | None:
-        """Why the service has not proved lately that it works, or None."""
+        """Why the service has not proved lately that it works, or None.
+
+        It works when a hand-off does. A router that only falls back to local prefill is alive, not ready:
+        new clients are better off with another one, and a roll-out that leads there should stop.
+        """
         return self.unhealthy_because() or self.canary.obstacle()
+
+    def _missing(self, roles: Sequence[Role]) -> str | None:
+        missing = [role.value for role in roles if not num_usable(self.workers, role)]
+        return f"no usable {' and no usable '.join(missing)} worker" if missing else None
 
     async def reset_prefix_cache(
         self, fields: ResetRequest

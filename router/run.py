@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 
+from protocol.errors import Overloaded, SplitserveError, TransferFailed, TransferTimeout
 from protocol.generation import GenerationRequest, SamplingParams, Token, TokenDelta, choice_seed
 from protocol.ids import RequestId, WorkerIdentity
+from router.deadline import Deadline
 
 
 @dataclass(slots=True)
@@ -14,36 +16,68 @@ class Run:
     """What is known about a request, or about a choice that goes on by itself, across its legs."""
 
     request: GenerationRequest
-    deadline: float
-    """By the orchestrator's clock."""
+    deadline: Deadline
+    max_failures: int
+    """A further one ends the request."""
     emitted: dict[int, list[int]]
     """Token ids that the client has, by choice; those that have ended or were dropped are gone."""
     has_emitted: bool = False
+    needs_handoff: bool = False
+    """It is to prove that a hand-off works: no decode worker may compute the prompt instead."""
     num_failures: int = 0
+    """Lost readers that its tickets were offered to, and legs that failed."""
     num_faults: int = 0
     """Those of the failures that were an engine's fault: the request may be what breaks engines."""
     failed: set[WorkerIdentity] = field(default_factory=set)
     """Workers that let this request down; others are preferred."""
+    failed_owners: set[WorkerIdentity] = field(default_factory=set)
+    """Those of them that compute prompts, and broke over it: being full is no reason to do without one."""
+    owner: WorkerIdentity | None = None
+    """Whose KV the running leg is about, if anybody's."""
     current: WorkerIdentity | None = None
     """The worker that the running leg waits for now."""
     prompt_logprobs: tuple[Token, ...] = ()
     abort_choice: Callable[[int], None] | None = None
     """Ends one choice where it runs now."""
 
-    def leg(self, now: float) -> GenerationRequest:
-        """The request as the next leg's workers get it.
+    @property
+    def may_fail_again(self) -> bool:
+        return self.num_failures < self.max_failures
 
-        Every further leg has an id of its own, so that no worker takes it for one it still knows.
-        """
-        suffix = f".{self.num_failures}" if self.num_failures else ""
+    def leg(self) -> GenerationRequest:
+        """The request as the next leg's workers get it now."""
         emitted = self.emitted[self.request.index] if self.has_emitted else []
         return replace(
             self.request,
-            request_id=RequestId(self.request.request_id + suffix),
+            request_id=self._submission_id(),
             output_token_ids=self.request.output_token_ids + tuple(emitted),
             sampling=self._sampling(),
-            deadline_s=max(self.deadline - now, 0.0),
+            deadline_s=self.deadline.remaining_s,
         )
+
+    def offer(self, leg: GenerationRequest) -> GenerationRequest:
+        """The leg's request as its next reader gets it now, whatever the client has by now."""
+        return replace(leg, request_id=self._submission_id(), deadline_s=self.deadline.remaining_s)
+
+    def _submission_id(self) -> RequestId:
+        """One of its own after every failure, so that no worker takes it for one it still knows."""
+        suffix = f".{self.num_failures}" if self.num_failures else ""
+        return RequestId(self.request.request_id + suffix)
+
+    def blame(self, error: SplitserveError) -> None:
+        """Note who let the request down: the one that was waited for, and both ends of a bad transfer."""
+        if self.current is not None:
+            self.failed.add(self.current)
+        is_owner = self.owner is not None and self.current == self.owner
+        if isinstance(error, TransferFailed | TransferTimeout) or (
+            is_owner and not isinstance(error, Overloaded)
+        ):
+            self._blame_owner()
+
+    def _blame_owner(self) -> None:
+        if self.owner is not None:
+            self.failed.add(self.owner)
+            self.failed_owners.add(self.owner)
 
     def _sampling(self) -> SamplingParams:
         sampling = self.request.sampling
@@ -75,7 +109,11 @@ class Run:
             index=index,
         )
         return replace(
-            self, request=choice, emitted={index: list(self.emitted[index])}, failed=set(self.failed)
+            self,
+            request=choice,
+            emitted={index: list(self.emitted[index])},
+            failed=set(self.failed),
+            failed_owners=set(self.failed_owners),
         )
 
 

@@ -6,219 +6,15 @@ The workers speak the real messages, so that everything of the router but gRPC i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
-from protocol import codec
 from protocol.errors import SplitserveError, WorkerUnavailable
-from protocol.generation import (
-    FinishReason,
-    GenerationRequest,
-    Receipt,
-    Token,
-    TokenDelta,
-    choice_seed,
-)
-from protocol.handoff import Fingerprint, Ticket
-from protocol.ids import BlockId, RequestId, Role, TicketId, WorkerId, WorkerIdentity
-from protocol.membership import Load, WorkerRecord
+from protocol.handoff import Fingerprint
+from protocol.ids import Role, WorkerId, WorkerIdentity
+from protocol.membership import WorkerRecord
 from protocol.wire import splitserve_pb2 as pb
-
-Script = Callable[[GenerationRequest], Sequence[int]]
-"""The whole output of a request of one choice as token ids, whatever part of it is there already.
-
-Choice i of a request of several is asked for as the request of one choice that it is: with its own seed.
-"""
-
-EOS = -1
-"""In a script: the sequence ends here with `stop`; the worker's `eos_id` is the token."""
-
-
-class ScriptedWorker:
-    """One worker; the other end of a `Connection`. Attributes may be set at any time."""
-
-    def __init__(self, record: WorkerRecord, script: Script, eos_id: int) -> None:
-        self.record = record
-        self.script = script
-        self.eos_id = eos_id
-        self.num_until_pause: int | None = None
-        """Tokens that this worker still gives out before it falls silent; None: no limit."""
-        self._resumed = asyncio.Event()
-        self.failures: list[SplitserveError] = []
-        """The next submits fail with these."""
-        self.receipt = Receipt(fetched_bytes=int(record.role is Role.DECODE))
-        self.answers_with: Callable[[GenerationRequest], GenerationRequest] = lambda request: request
-        """What a prefill takes the request for: a broken worker answers another one."""
-        self.num_first_tokens: list[int] = []
-        """Choices that each submit to a decode worker took over."""
-        self.exposition = ""
-        self.is_alive = True
-        self.is_deaf = False
-        """Takes too long to carry an operator's command out."""
-        self.requests: list[GenerationRequest] = []
-        self.aborted: list[RequestId] = []
-        self.aborted_choices: list[tuple[RequestId, int]] = []
-        self.invalidated: list[pb.InvalidateCacheRequest] = []
-        self.released: list[TicketId] = []
-        self.tickets: list[TicketId] = []
-        """Tickets given out, or taken over."""
-        self._connections: list[ScriptedConnection] = []
-        self._running: dict[RequestId, asyncio.Task[None]] = {}
-        self._dropped: set[tuple[RequestId, int]] = set()
-
-    @property
-    def identity(self) -> WorkerIdentity:
-        return self.record.identity
-
-    @property
-    def running(self) -> list[RequestId]:
-        """Requests submitted and neither ended nor aborted."""
-        return list(self._running)
-
-    def kill(self) -> None:
-        """As kill -9: all streams break, nothing more comes; the directory does not know yet."""
-        self.is_alive = False
-        for task in self._running.values():
-            task.cancel()
-        self._running.clear()
-        connections, self._connections = self._connections, []
-        for connection in connections:
-            connection.broken()
-
-    def resume(self) -> None:
-        """End a pause for good."""
-        self.num_until_pause = None
-        self._resumed.set()
-
-    def attach(self, connection: ScriptedConnection) -> None:
-        self._connections.append(connection)
-        self._reply(self._frame())
-
-    def detach(self, connection: ScriptedConnection) -> None:
-        if connection in self._connections:
-            self._connections.remove(connection)
-
-    def report(self, load: Load) -> None:
-        """Send a frame that carries nothing but a load."""
-        frame = self._frame()
-        frame.load.CopyFrom(codec.load_to_wire(load))
-        self._reply(frame)
-
-    def receive(self, command: Any) -> None:
-        if not self.is_alive:
-            return
-        kind = command.WhichOneof("command")
-        if kind == "submit":
-            self._submit(command.submit)
-        elif kind == "abort_request_id":
-            request_id = RequestId(command.abort_request_id)
-            self.aborted.append(request_id)
-            if (task := self._running.pop(request_id, None)) is not None:
-                task.cancel()
-        elif kind == "abort_choice":
-            choice = (RequestId(command.abort_choice.request_id), command.abort_choice.index)
-            self.aborted_choices.append(choice)
-            self._dropped.add(choice)
-        else:
-            self.released.append(TicketId(command.release_ticket_id))
-
-    def _submit(self, submit: Any) -> None:
-        is_prefill = self.record.role is Role.PREFILL
-        request = codec.request_from_wire(submit if is_prefill else submit.request)
-        self.requests.append(request)
-        if self.failures:
-            frame = self._frame()
-            frame.failures.append(codec.failure_to_wire(request.request_id, self.failures.pop(0)))
-            self._reply(frame)
-            return
-        if not is_prefill:
-            self.tickets.append(TicketId(submit.ticket.ticket_id))
-            self.num_first_tokens.append(len(submit.first_tokens))
-        firsts = {} if is_prefill else {first.index: first.token.token_id for first in submit.first_tokens}
-        work = self._prefill(request) if is_prefill else self._decode(request, firsts)
-        self._running[request.request_id] = asyncio.create_task(work)
-
-    async def _prefill(self, request: GenerationRequest) -> None:
-        at, answered = len(request.output_token_ids), self.answers_with(request)
-        await self._turn()
-        firsts = [self._delta(choice, at) for choice in _choices(answered)]
-        done = pb.PrefillDone(firsts=map(codec.delta_to_wire, firsts))
-        if (number := request.sampling.prompt_logprobs) is not None:
-            done.prompt_logprobs.extend(
-                codec.token_to_wire(Token(token_id, -0.25, ((token_id, -0.25), (0, -2.0))[:number]))
-                for token_id in answered.prompt_token_ids[1:]
-            )
-        if any(first.finish_reason is None for first in firsts):
-            ticket_id = TicketId(f"ticket-{request.request_id}-{self.identity}")
-            self.tickets.append(ticket_id)
-            done.ticket.CopyFrom(codec.ticket_to_wire(self._ticket(ticket_id, request)))
-        self._running.pop(request.request_id, None)
-        self._reply(pb.PrefillFrame(done=[done]))
-
-    def _ticket(self, ticket_id: TicketId, request: GenerationRequest) -> Ticket:
-        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        return Ticket(
-            ticket_id,
-            self.identity,
-            self.record.address,
-            (BlockId(1),),
-            num_tokens,
-            num_tokens,
-            lease_s=10.0,
-        )
-
-    async def _decode(self, request: GenerationRequest, firsts: dict[int, int]) -> None:
-        at = len(request.output_token_ids)
-        open_choices = [choice for choice in _choices(request) if choice.index in firsts]
-        for choice in open_choices:
-            given, expected = firsts[choice.index], self._token(choice, at)
-            assert given == expected, f"token {at} is {given}, not {expected}"  # noqa: S101
-        while open_choices:
-            at += 1
-            await self._turn()
-            wanted = [c for c in open_choices if (request.request_id, c.index) not in self._dropped]
-            deltas = [self._delta(choice, at) for choice in wanted]
-            ended = {delta.index for delta in deltas if delta.finish_reason is not None}
-            open_choices = [choice for choice in wanted if choice.index not in ended]
-            if not open_choices:
-                self._running.pop(request.request_id, None)
-            self._reply(pb.DecodeFrame(deltas=map(codec.delta_to_wire, deltas)))
-
-    async def _turn(self) -> None:
-        """Return in the next turn of the loop; never when the worker is paused."""
-        await asyncio.sleep(0)
-        if self.num_until_pause is not None:
-            if self.num_until_pause == 0:
-                await self._resumed.wait()
-            else:
-                self.num_until_pause -= 1
-
-    def _delta(self, choice: GenerationRequest, at: int) -> TokenDelta:
-        """Output token number `at` of a choice."""
-        token_id = self._token(choice, at)
-        logprob: float | None = None
-        best: tuple[tuple[int, float], ...] = ()
-        if choice.sampling.logprobs is not None:
-            logprob, best = -0.5, ((token_id, -0.5),) * min(choice.sampling.logprobs, 1)
-        reason = None
-        if self.script(choice)[at] == EOS:
-            reason = FinishReason.STOP
-        elif at + 1 >= choice.sampling.max_tokens:
-            reason = FinishReason.LENGTH
-        token = Token(token_id, logprob, best)
-        return TokenDelta(choice.request_id, (token,), reason, self.receipt, choice.index)
-
-    def _token(self, request: GenerationRequest, at: int) -> int:
-        token_id = self.script(request)[at]
-        return self.eos_id if token_id == EOS else token_id
-
-    def _frame(self) -> Any:
-        return pb.PrefillFrame() if self.record.role is Role.PREFILL else pb.DecodeFrame()
-
-    def _reply(self, frame: Any) -> None:
-        for connection in self._connections:
-            connection.on_frame(frame)
+from router.scripted_worker import Script, ScriptedWorker
 
 
 class ScriptedConnection:
@@ -233,6 +29,7 @@ class ScriptedConnection:
         self._on_frame = on_frame
         self._worker = worker
         self._on_broken = on_broken
+        self.num_submissions = 0
         self.is_closed = False
 
     async def start(self) -> None:
@@ -242,10 +39,13 @@ class ScriptedConnection:
         self._worker.attach(self)
 
     def send(self, command: Any) -> None:
+        self.num_submissions += command.HasField("submit")
         self._worker.receive(command)
 
     def on_frame(self, frame: Any) -> None:
         """Deliver a frame. One that is refused ends the stream."""
+        if isinstance(frame, pb.DecodeFrame) and frame.HasField("credit"):
+            frame.credit.num_submissions = self.num_submissions
         try:
             self._on_frame(frame)
         except SplitserveError as error:
@@ -289,7 +89,7 @@ class ScriptedCluster:
         self._num_workers += 1
         identity = WorkerIdentity(WorkerId(f"{role.value}-{self._num_workers}"), f"i{self._num_workers}")
         record = WorkerRecord(identity, role, f"scripted:{self._num_workers}", _FINGERPRINT, 1 << 20)
-        worker = ScriptedWorker(record, self._script, self._eos_id)
+        worker = ScriptedWorker(record, self._script, self._eos_id, self.workers_by_identity.get)
         self.workers_by_identity[identity] = worker
         self.listed[identity] = record
         return worker
@@ -320,27 +120,10 @@ class ScriptedCluster:
 
     def assert_idle(self) -> None:
         """No living worker has a request, and every ticket given out was taken over or released."""
-        workers = [w for w in self.workers_by_identity.values() if w.is_alive]
-        for worker in workers:
-            assert not worker.running, f"{worker.identity} still runs {worker.running}"  # noqa: S101
-        taken = {
-            t for w in self.workers_by_identity.values() if w.record.role is Role.DECODE for t in w.tickets
-        }
-        for worker in workers:
-            if worker.record.role is Role.PREFILL:
-                leaked = set(worker.tickets) - taken - set(worker.released)
-                assert not leaked, f"{worker.identity} still holds {leaked}"  # noqa: S101
-
-
-def _choices(request: GenerationRequest) -> list[GenerationRequest]:
-    """Each choice as the request of one choice that it is."""
-    if request.n == 1:
-        return [request]
-    seed = request.sampling.seed
-    return [
-        replace(request, n=1, index=i, sampling=replace(request.sampling, seed=choice_seed(seed, i)))
-        for i in range(request.n)
-    ]
+        for worker in self.workers_by_identity.values():
+            if worker.is_alive:
+                assert not worker.running, f"{worker.identity} still runs {worker.running}"  # noqa: S101
+                assert not worker.held, f"{worker.identity} still holds {worker.held}"  # noqa: S101
 
 
 _FINGERPRINT = Fingerprint("scripted", "r1", "float32", "float32", 1, 1, 8, 16)

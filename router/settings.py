@@ -20,7 +20,8 @@ class RouterSettings:
     request_timeout_s: float = 600.0
     """Deadline of a request that names none, and the longest that one may name."""
     worker_wait_s: float = 30.0
-    """How long a request waits for a worker of a role to appear before it fails with 503."""
+    """How long a request waits for a worker of a role to appear before it fails with 503, or for the
+    credit of one before it fails with 429."""
     num_retries: int = 3
     """Further legs that a request may get after its first one failed in a retryable way."""
     retry_backoff_s: float = 0.05
@@ -36,8 +37,15 @@ class RouterSettings:
     """How often the directory is read."""
     absent_grace_s: float = 5.0
     """How long a connected worker may be missing in the directory before it gets no more requests."""
-    frame_timeout_s: float = 5.0
+    frame_timeout_s: float = 4.0
     """A worker from which nothing came for so long is taken for dead."""
+    local_prefill_tokens: int = 0
+    """A prompt is computed where it is decoded when presumably no more than so many of its tokens are not
+    cached there; 0: never."""
+    local_prefill_on_failure: bool = True
+    """Let decode workers compute prompts when prefill workers fail, or there are none."""
+    prefill_grace_s: float = 2.0
+    """How long there must have been no prefill worker before decode workers do without."""
     reconnect_backoff_s: float = 0.2
     """Pause before a broken stream to a listed worker is opened again; doubled up to 16 times that."""
     canary_interval_s: float = 10.0
@@ -69,7 +77,16 @@ class RouterSettings:
         for name in positive:
             if getattr(self, name) <= 0:
                 raise StartupError(f"router setting {name} must be above 0, got {getattr(self, name)}")
-        for name in ("max_queued", "num_retries", "retry_after_s", "retry_backoff_s", "absent_grace_s"):
+        not_negative = (
+            "max_queued",
+            "num_retries",
+            "retry_after_s",
+            "retry_backoff_s",
+            "absent_grace_s",
+            "local_prefill_tokens",
+            "prefill_grace_s",
+        )
+        for name in not_negative:
             if getattr(self, name) < 0:
                 raise StartupError(f"router setting {name} must not be negative, got {getattr(self, name)}")
         if self.api_key == "":

@@ -10,103 +10,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from protocol.errors import EngineFault, SplitserveError, WorkerUnavailable
-from protocol.handoff import Fingerprint
 from protocol.ids import Role, WorkerIdentity
-from protocol.membership import Load, WorkerRecord
+from protocol.membership import WorkerRecord
 from protocol.ports import Clock, Directory
 from protocol.wire import splitserve_pb2 as pb
-from router.connection import Connect, Connection
-from router.links import DecodeLink, PrefillLink, lost
+from router.connection import Connect
+from router.credit import CreditAccount, CreditQueue
+from router.decode_link import DecodeLink
+from router.member import AnyMember, LinkT, Member
+from router.prefill_link import PrefillLink, lost
 from router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
-
-LinkT = TypeVar("LinkT", PrefillLink, DecodeLink)
-
-
-class Member(Generic[LinkT]):
-    """One worker that the directory named: its record, its link, and what is outstanding there."""
-
-    def __init__(
-        self,
-        record: WorkerRecord,
-        *,
-        connect: Connect,
-        make_link: Callable[[Callable[[Any], None]], LinkT],
-        ticks: Iterator[int],
-        clock: Clock,
-        on_change: Callable[[], None],
-    ) -> None:
-        self.record = record
-        self.absent_since: float | None = None
-        self.is_forgotten = False
-        """Not listed for too long: no new requests."""
-        self.num_outstanding = 0
-        self.outstanding_tokens = 0
-        self.last_assigned = 0
-        self.load: Load = record.load
-        self.advanced_at: float | None = None
-        self.connection: Connection = connect(record, self._on_frame, self._on_broken)
-        self.client: LinkT = make_link(self.connection.send)
-        self._ticks = ticks
-        self._clock = clock
-        self._on_change = on_change
-
-    @property
-    def identity(self) -> WorkerIdentity:
-        return self.record.identity
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        return self.record.fingerprint
-
-    @property
-    def is_usable(self) -> bool:
-        return self.client.is_up and not self.record.draining and not self.is_forgotten
-
-    def assign(self, num_tokens: int) -> None:
-        self.num_outstanding += 1
-        self.outstanding_tokens += num_tokens
-        self.last_assigned = next(self._ticks)
-
-    def unassign(self, num_tokens: int) -> None:
-        self.num_outstanding -= 1
-        self.outstanding_tokens -= num_tokens
-
-    def _on_frame(self, frame: Any) -> None:
-        was_up = self.client.is_up
-        try:
-            load = self.client.on_frame(frame)
-        except ValueError as error:
-            # This gives the stream up, so that the worker learns that nobody waits for the rest.
-            raise EngineFault(f"{self.identity} sent a frame that makes no sense: {error}") from error
-        if _advances(frame, self.load, load):
-            self.advanced_at = self._clock()
-        if load is not None:
-            self.load = load
-        if not was_up:
-            self._on_change()
-
-    def _on_broken(self, error: SplitserveError) -> None:
-        logger.warning("the stream to %s broke: %s", self.identity, error)
-        self.client.on_broken(error)
-        self._on_change()
-
-
-def _advances(frame: Any, before: Load, load: Load | None) -> bool:
-    """Whether a frame shows work that gets on: tokens, or what other routers' tokens do to the load."""
-    if frame.done if isinstance(frame, pb.PrefillFrame) else frame.deltas:
-        return True
-    if load is None or not (before.num_running and load.num_running):
-        return False
-    return load.num_waiting_tokens < before.num_waiting_tokens or load.blocks_free < before.blocks_free
-
-
-AnyMember = Member[PrefillLink] | Member[DecodeLink]
 
 
 class WorkerSet:
@@ -119,7 +39,9 @@ class WorkerSet:
         self._connect = connect
         self._settings = settings
         self._clock = clock
+        self.credits = CreditQueue(clock)
         self._members: dict[WorkerIdentity, AnyMember] = {}
+        self._prefill_absent_since: float | None = clock()
         self._ticks = itertools.count(1)
         self._changed = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
@@ -129,6 +51,7 @@ class WorkerSet:
     async def start(self) -> None:
         """Begin to follow the directory. Does not wait for any worker. Idempotent."""
         if self._follower is None:
+            self.credits.open()
             self._follower = asyncio.create_task(self._follow(), name="follow the directory")
 
     async def stop(self) -> None:
@@ -139,6 +62,7 @@ class WorkerSet:
             self._follower = None
         for identity in list(self._members):
             self._drop(identity)
+        self.credits.close(stopped())
         self._notify()
         if self._closing:
             await asyncio.wait(set(self._closing), timeout=self._settings.stop_timeout_s)
@@ -161,12 +85,21 @@ class WorkerSet:
 
     async def changed(self) -> None:
         if self._follower is None:
-            raise WorkerUnavailable("this router is stopped: it shuts down")
+            raise stopped()
         await self._changed.wait()
 
+    @property
+    def prefill_absent_since(self) -> float | None:
+        return self._prefill_absent_since
+
     def _notify(self) -> None:
+        if self.prefill_workers():
+            self._prefill_absent_since = None
+        elif self._prefill_absent_since is None:
+            self._prefill_absent_since = self._clock()
         self._changed.set()
         self._changed = asyncio.Event()
+        self.credits.wake()
 
     async def _follow(self) -> None:
         while True:
@@ -203,7 +136,8 @@ class WorkerSet:
         if record.role is Role.PREFILL:
             member = self._member(record, PrefillLink)
         else:
-            member = self._member(record, DecodeLink)
+            credit = CreditAccount(self.credits.wake)
+            member = self._member(record, partial(DecodeLink, credit=credit))
         self._members[record.identity] = member
         self._connecting[record.identity] = asyncio.create_task(
             self._start(member), name=f"connect to {record.identity}"
@@ -285,6 +219,7 @@ class WorkerSet:
         self, member: AnyMember, request: pb.InvalidateCacheRequest
     ) -> SplitserveError | None:
         timeout_s = self._settings.admin_timeout_s
+        member.prefixes.clear()
         try:
             async with asyncio.timeout(timeout_s):
                 await member.connection.invalidate_cache(request, timeout_s)
@@ -295,10 +230,16 @@ class WorkerSet:
         return None
 
     def assert_idle(self) -> None:
-        """No request waits for any worker."""
+        """No request waits for any worker, or for its credit."""
+        self.credits.assert_idle()
         for member in self._members.values():
             member.client.assert_idle()
             assert member.num_outstanding == 0, f"{member.identity}: {member.num_outstanding} outstanding"  # noqa: S101
+
+
+def stopped() -> WorkerUnavailable:
+    """The error of all that wait for a worker when the router stops."""
+    return WorkerUnavailable("this router is stopped: it shuts down")
 
 
 async def _close(member: AnyMember, connecting: asyncio.Task[None]) -> None:

@@ -16,7 +16,8 @@ from protocol.generation import GenerationRequest
 from protocol.ids import Role
 from router import Router, RouterSettings, Tokenizer, build_app
 from router.chat_template import ChatTemplate
-from router.scripted import EOS, ScriptedCluster, ScriptedWorker
+from router.scripted import ScriptedCluster
+from router.scripted_worker import EOS, ScriptedWorker
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -166,6 +167,7 @@ async def bench(
         max_model_len=MAX_MODEL_LEN,
         cluster_token="secret",
         connect=cluster,
+        clock=asyncio.get_running_loop().time,
     )
     await router.start()
     running = Bench(router, cluster, tokenizer, build_app(router))

@@ -1,0 +1,212 @@
+"""How much may this router still hand to a decode worker, and who is next to hand something over?
+
+A decode worker grants blocks on every frame, and says how many submissions that grant accounts for. What
+was promised since (to legs whose ticket has not come yet, or whose submission is on its way) is taken off:
+
+    reserve ──> promised ──submitted──> on its way ──a grant that counts it──> accounted for by the worker
+       └────────────┴───────────────────────┴───────────release──────────────────────┴──> gone
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from protocol.errors import SplitserveError
+from protocol.handoff import Credit
+from protocol.ports import Clock
+
+
+class Reservation:
+    """Blocks of one decode worker that one submission may take. Has one owner, who releases it."""
+
+    def __init__(self, account: CreditAccount, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.submission: int | None = None
+        """Its number on the stream, once it was submitted."""
+        self._account: CreditAccount | None = account
+
+    def release(self) -> None:
+        """Give back what was promised. Idempotent."""
+        account, self._account = self._account, None
+        if account is not None:
+            account.released(self)
+
+
+class CreditAccount:
+    """One decode worker's credit, by the frames of one stream after another."""
+
+    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+        """`on_change` is told that more may be available now."""
+        self._on_change = on_change
+        self._granted = Credit(0, 0)
+        self._num_submissions = 0
+        self._live: set[Reservation] = set()
+        self._unaccounted: set[Reservation] = set()
+        """Those of the living ones that the grant does not know of."""
+
+    @property
+    def num_available(self) -> int:
+        """Blocks; negative when the worker has less than was promised."""
+        return self._granted.blocks - sum(reservation.num_blocks for reservation in self._unaccounted)
+
+    def covers(self, num_blocks: int, *, is_idle: bool) -> bool:
+        """Whether a reservation of so many blocks is backed.
+
+        A worker that is idle, and to which nothing is promised, takes any request: what does not fit
+        then never will, and the worker says so.
+        """
+        return num_blocks <= self.num_available or (is_idle and not self._live)
+
+    def reserve(self, num_blocks: int) -> Reservation:
+        """Promise blocks, whether or not they are covered."""
+        reservation = Reservation(self, num_blocks)
+        self._live.add(reservation)
+        self._unaccounted.add(reservation)
+        return reservation
+
+    def submitted(self, reservation: Reservation) -> None:
+        """The reservation's request leaves now, on the present stream."""
+        self._num_submissions += 1
+        reservation.submission = self._num_submissions
+
+    def granted(self, credit: Credit) -> None:
+        """The worker said this on the present stream."""
+        self._granted = credit
+        self._unaccounted = {
+            reservation
+            for reservation in self._unaccounted
+            if reservation.submission is None or reservation.submission > credit.num_submissions
+        }
+        self._on_change()
+
+    def released(self, reservation: Reservation) -> None:
+        self._live.discard(reservation)
+        self._unaccounted.discard(reservation)
+        self._on_change()
+
+    def reset(self) -> None:
+        """The stream is gone: the next one counts anew, and the worker drops what came on this one."""
+        self._granted = Credit(0, 0)
+        self._num_submissions = 0
+        self._unaccounted = {r for r in self._unaccounted if r.submission is None}
+
+    def assert_idle(self) -> None:
+        """Nothing is promised to anybody."""
+        assert not self._live, f"{len(self._live)} reservations were not released"  # noqa: S101
+
+
+class Releasable(Protocol):
+    def release(self) -> None:
+        """Give it back. Idempotent."""
+
+
+R = TypeVar("R", bound=Releasable)
+
+Order = tuple[int, ...]
+"""Smaller comes first; equal ones in the order of their arrival."""
+
+
+class CreditQueue:
+    """Those who wait for the credit of any decode worker. The first one is served first, or nobody.
+
+    So a request of many blocks is not overtaken for ever by small ones.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._waiting: list[tuple[Order, int, _Waiter]] = []
+        self._arrivals = itertools.count()
+        self._closed_by: SplitserveError | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def reserve(
+        self,
+        order: Order,
+        attempt: Callable[[], R | None],
+        timeout_s: float,
+        on_waited: Callable[[float], None] = lambda seconds: None,
+    ) -> R:
+        """What `attempt` returns as soon as it is this caller's turn and it returns anything.
+
+        `attempt` must neither raise nor block; it is tried again whenever credit may have become free.
+        `on_waited` gets the seconds of one that did not come through at once. Raises `TimeoutError`, and
+        what the queue was closed with.
+        """
+        if self._closed_by is not None:
+            raise self._closed_by
+        granted: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        entry = (order, next(self._arrivals), _Waiter(attempt, granted))
+        heapq.heappush(self._waiting, entry)
+        self.wake()
+        if granted.done():
+            return granted.result()
+        since = self._clock()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await granted
+        except BaseException:
+            self._withdraw(entry)
+            raise
+        finally:
+            on_waited(self._clock() - since)
+
+    def wake(self) -> None:
+        """Credit may have become free, or a worker usable. Cheap when nobody waits."""
+        while self._waiting and self._waiting[0][2].is_served():
+            heapq.heappop(self._waiting)
+
+    def _withdraw(self, entry: tuple[Order, int, _Waiter]) -> None:
+        """Leave the queue; what was granted at the same moment is given back."""
+        if entry in self._waiting:
+            self._waiting.remove(entry)
+            heapq.heapify(self._waiting)
+            self.wake()  # the one behind may be content with less
+        else:
+            entry[2].give_back()
+
+    def open(self) -> None:
+        """Let callers wait (again)."""
+        self._closed_by = None
+
+    def close(self, error: SplitserveError) -> None:
+        """All that wait, and all that come, get `error`."""
+        self._closed_by = error
+        waiting, self._waiting = self._waiting, []
+        for _, _, waiter in waiting:
+            waiter.fail(error)
+
+    def assert_idle(self) -> None:
+        assert not self._waiting, f"{len(self._waiting)} still wait for credit"  # noqa: S101
+
+
+class _Waiter:
+    """One caller of `reserve`. Its types are erased: a queue serves callers of any."""
+
+    def __init__(self, attempt: Callable[[], R | None], granted: asyncio.Future[R]) -> None:
+        self._attempt: Callable[[], Releasable | None] = attempt
+        self._granted: asyncio.Future[Releasable] = granted  # type: ignore[assignment]  # invariant
+
+    def is_served(self) -> bool:
+        """Whether the caller is done with waiting, by this try at the latest."""
+        if self._granted.done():  # its task is being cancelled, and has not run yet
+            return True
+        found = self._attempt()
+        if found is not None:
+            self._granted.set_result(found)
+        return found is not None
+
+    def fail(self, error: SplitserveError) -> None:
+        if not self._granted.done():
+            self._granted.set_exception(error)
+
+    def give_back(self) -> None:
+        granted = self._granted
+        if granted.done() and not granted.cancelled() and granted.exception() is None:
+            granted.result().release()

@@ -1,0 +1,83 @@
+"""What does a leg hold at its workers while it runs?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.generation import GenerationRequest
+from protocol.handoff import Ticket
+from router.ports import DecodeWorker, LocalReason, PrefillWorker, TokenStream
+
+
+class Seat:
+    """One submission's share of a decode worker: credit, and its work in the eyes of the policy.
+
+    Whoever has it releases it in every case.
+    """
+
+    def __init__(self, worker: DecodeWorker, leg: GenerationRequest) -> None:
+        """`can_seat` has said that there is credit."""
+        self.worker = worker
+        self._reservation = worker.client.credit.reserve(_num_blocks(leg, worker))
+        self._num_tokens = num_tokens_of(leg)
+        self._is_taken = True
+        worker.assign(self._num_tokens)
+
+    def submit(self, request: GenerationRequest, ticket: Ticket | None) -> TokenStream:
+        """Once. Raises `WorkerUnavailable`."""
+        return self.worker.client.decode(request, ticket, self._reservation)
+
+    def release(self) -> None:
+        """Idempotent."""
+        if self._is_taken:
+            self._is_taken = False
+            self.worker.unassign(self._num_tokens)
+            self._reservation.release()
+
+    def __enter__(self) -> None:
+        """Released at the end of the body, if it was not before."""
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """A decode worker computes the prompt, too."""
+
+    seat: Seat
+    reason: LocalReason
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """A prefill worker computes the prompt, a decode worker takes its KV over."""
+
+    owner: PrefillWorker
+    seat: Seat
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """A prefill worker's first tokens are the last ones."""
+
+    owner: PrefillWorker
+
+
+Place = Local | Paired | Alone
+
+
+def can_seat(worker: DecodeWorker, leg: GenerationRequest) -> bool:
+    """Whether the worker has credit for the leg."""
+    load = worker.load
+    is_idle = not (load.num_running or load.num_waiting or load.num_held)
+    return worker.client.credit.covers(_num_blocks(leg, worker), is_idle=is_idle)
+
+
+def num_tokens_of(leg: GenerationRequest) -> int:
+    return len(leg.prompt_token_ids) + len(leg.output_token_ids)
+
+
+def _num_blocks(leg: GenerationRequest, worker: DecodeWorker) -> int:
+    """Blocks that the worker needs to begin with: every further choice has a last block of its own."""
+    return num_tokens_of(leg) // worker.fingerprint.block_size + leg.n
