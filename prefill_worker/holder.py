@@ -13,6 +13,7 @@ waits for progress inside `renew`; when that call breaks and nobody else is ther
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from protocol.errors import InvalidRequest, LayoutMismatch
 from protocol.handoff import LeaseStatus, Ticket, Verdict
 from protocol.ids import BlockId, RequestId, SequenceId, TicketId, WorkerIdentity
 from protocol.ports import Clock
+
+_log = logging.getLogger(__name__)
 
 MAX_EXPIRY_PERIOD_S = 0.5
 MIN_EXPIRY_PERIOD_S = 0.005
@@ -232,6 +235,7 @@ class Holder:
     def _orphan(self, ticket_id: TicketId) -> None:
         if self._leases.orphan(ticket_id, ORPHAN_GRACE_S):
             self._metrics.observe_orphan()
+            _log.info("%s lost its reader", self._held[ticket_id].request_id)
 
     def _let_go(self, ticket_id: TicketId) -> None:
         held = self._held.pop(ticket_id, None)

@@ -207,7 +207,21 @@ class PrefillSession:
 
     def _finish(self, prefill: Prefill) -> None:
         """Send the first tokens, and unless they were all last ones, hold the KV for its reader."""
+        goes_on = any(event.finish_reason is None for event in prefill.firsts)
+        if goes_on and (prefill.ticket_id is None or prefill.tokens_ready != prefill.num_tokens):
+            raise EngineFault(
+                f"a first token came when {prefill.tokens_ready} of {prefill.num_tokens} tokens were ready"
+            )
         self._forget(prefill.request.request_id)
+        self._tell_done(prefill)
+        if prefill.ticket_id is None:
+            return
+        if goes_on:
+            self._holder.progress(prefill.ticket_id, prefill.num_tokens)
+        else:
+            self._holder.drop(prefill.ticket_id)
+
+    def _tell_done(self, prefill: Prefill) -> None:
         receipt = prefill.receipt(self._clock(), prefill.firsts[0].num_cached_tokens)
         self._metrics.observe_prefill(receipt)
         done = self.outbox.pending().done.add(
@@ -218,20 +232,6 @@ class PrefillSession:
                 prefill.request.request_id, event.tokens, event.finish_reason, receipt, event.index
             )
             write_delta(delta, done.firsts.add())
-        self._hold_or_drop(prefill)
-
-    def _hold_or_drop(self, prefill: Prefill) -> None:
-        goes_on = any(event.finish_reason is None for event in prefill.firsts)
-        if goes_on and (prefill.ticket_id is None or prefill.tokens_ready != prefill.num_tokens):
-            raise EngineFault(
-                f"a first token came when {prefill.tokens_ready} of {prefill.num_tokens} tokens were ready"
-            )
-        if prefill.ticket_id is None:
-            return
-        if goes_on:
-            self._holder.progress(prefill.ticket_id, prefill.num_tokens)
-        else:
-            self._holder.drop(prefill.ticket_id)
 
     def _fail(self, prefill: Prefill, error: SplitserveError) -> None:
         """Of a sequence that is gone already, or goes with its ticket."""

@@ -15,6 +15,7 @@ from engine import (
     BlocksAllocated,
     Command,
     EngineCore,
+    EngineStats,
     Event,
     PrefillProgressed,
     ReleaseSequence,
@@ -58,7 +59,7 @@ class SteppedEngine:
         self.fault: SplitserveError | None = None
 
     @property
-    def stats(self) -> object:
+    def stats(self) -> EngineStats:
         return self.core.stats()
 
     def start(self) -> None:
@@ -94,7 +95,7 @@ class PrefillBench(Generic[EngineT]):
     ) -> None:
         self.clock = clock or asyncio.get_running_loop().time
         self.health = Health()
-        self._make = make_engine
+        self._make: Callable[[OnEvents], EngineT] = make_engine
         self.link: EngineLink[Command, Event] = EngineLink(self._make_engine, self.health)
         self.link.start()
         self.registry = CollectorRegistry()

@@ -81,7 +81,7 @@ class Scene:
         self.address = await self.worker.start("127.0.0.1", 0)
         self.channel = open_channel(self.address, CLUSTER_TOKEN)
         self.stub: Any = PrefillWorkerStub(self.channel)
-        self._stream = self.stub.Serve()
+        self._stream = self.stub.Serve(None)
         self._listener = asyncio.create_task(self._listen())
 
     async def _listen(self) -> None:
@@ -96,7 +96,7 @@ class Scene:
         self._stream.cancel()
         with suppress(asyncio.CancelledError):
             await self._listener
-        await self.channel.close()
+        await self.channel.close(None)
 
     async def submit(self, name: str = "r") -> None:
         await self._stream.write(pb.PrefillCommand(submit=request_to_wire(make_request(name))))

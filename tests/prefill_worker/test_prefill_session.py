@@ -95,7 +95,10 @@ async def test_first_token_before_the_last_chunk_is_the_engines_fault() -> None:
     await bench.allocate(seq_id)
     await bench.emit(TokensSampled(seq_id, (Token(77),), None, 4))
     assert isinstance(bench.health.fault, EngineFault)
-    bench.holder.drop_all()  # as the worker does at a fault
+    assert not bench.frame().done
+    bench.session.fail_all(bench.health.fault)  # as the worker does at a fault
+    bench.holder.drop_all()
+    assert isinstance(bench.failure(), EngineFault)
     bench.assert_idle()
 
 
