@@ -1,4 +1,4 @@
-"""The command line: `splitserve serve | status | verify`. Heavy modules are imported by the commands."""
+"""The command line: `splitserve serve | status | drain | verify`. Commands import heavy modules themselves."""
 
 from __future__ import annotations
 
@@ -132,6 +132,34 @@ def status(
     seen = status_module.look(settings)
     typer.echo(status_module.as_json(seen) if as_json else status_module.as_table(seen))
     if not seen.ready:
+        raise typer.Exit(1)
+
+
+@app.command()
+def drain(
+    *,
+    worker: Annotated[
+        str, typer.Argument(help="As `splitserve status` shows it, or the beginning of that.")
+    ],
+    limit: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds until what still runs is handed back (default: 60)."),
+    ] = None,
+    config: Config = None,
+    port: Port = None,
+    ray_address: Annotated[str | None, typer.Option(help="Ray cluster to ask.")] = None,
+    set_: Set = None,
+) -> None:
+    """Let a worker end its work; it is then replaced. Exit code 1 if it is not gone in time."""
+    flags = {"http.port": port, "ray.address": ray_address, "drain_limit_s": limit}
+    settings = read_config(config, flags, set_)
+    from cluster.attachment import find_cluster
+    from cluster.drain import drain_cluster_worker
+
+    cluster = find_cluster(settings)
+    with cluster.joined():
+        is_gone = drain_cluster_worker(cluster.cluster_token, worker, settings.drain_limit_s, typer.echo)
+    if not is_gone:
         raise typer.Exit(1)
 
 

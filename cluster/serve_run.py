@@ -68,7 +68,7 @@ class ClusterRun:
         try:
             self._deploy(token)
             self._wait_until_ready()
-            self._serve(cluster)
+            self._serve(cluster, token)
         except StopRequested:
             return
         finally:
@@ -133,8 +133,9 @@ class ClusterRun:
             self._report.step(f"{name} runs")
         return news
 
-    def _serve(self, cluster: RayCluster) -> None:
-        state = write_state(self._config, cluster.address, read_environment().ray_token or "")
+    def _serve(self, cluster: RayCluster, token: str) -> None:
+        ray_token = read_environment().ray_token or ""
+        state = write_state(self._config, cluster.address, ray_token=ray_token, cluster_token=token)
         try:
             self._report.box(what_to_try(self._config))
             while not self._stop.wait(1.0):

@@ -1,10 +1,10 @@
-"""The file by which `splitserve status` finds a running server of this machine."""
+"""The file by which `splitserve status` and others find a running server of this machine."""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from cluster.config import ClusterConfig
@@ -19,8 +19,10 @@ class ServerState:
     url: str
     model: str
     ray_address: str
-    ray_token: str
+    ray_token: str = field(repr=False)
     """Opens the local Ray cluster; the file is readable by its owner alone."""
+    cluster_token: str = field(repr=False)
+    """Opens the workers."""
 
 
 def state_file(config: ClusterConfig) -> Path:
@@ -28,9 +30,11 @@ def state_file(config: ClusterConfig) -> Path:
     return config.cache_dir.expanduser() / "run" / f"{config.http.port}.json"
 
 
-def write_state(config: ClusterConfig, ray_address: str, ray_token: str) -> Path:
+def write_state(config: ClusterConfig, ray_address: str, *, ray_token: str, cluster_token: str) -> Path:
     """Leave the file; the caller removes it when the server ends."""
-    state = ServerState(os.getpid(), public_url(config), config.model_name, ray_address, ray_token)
+    state = ServerState(
+        os.getpid(), public_url(config), config.model_name, ray_address, ray_token, cluster_token
+    )
     path = state_file(config)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)

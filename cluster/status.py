@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import asdict, dataclass
 
+from cluster.attachment import find_cluster, list_workers
 from cluster.config import ClusterConfig
-from cluster.environment import export, local_ray_variables
 from cluster.serve_port import http_answers
 from cluster.serve_progress import public_url
-from cluster.serve_state import read_state
-from protocol.errors import StartupError, WorkerUnavailable
 from protocol.ids import Role
 from protocol.membership import WorkerRecord
 
@@ -31,18 +28,12 @@ class ClusterStatus:
 def look(config: ClusterConfig) -> ClusterStatus:
     """Ask the router over HTTP and the directory over Ray.
 
-    Raises `StartupError` when there is no cluster to ask.
+    Raises `StartupError` when there is no cluster to ask, and `WorkerUnavailable` when it does not answer.
     """
     url = public_url(config)
-    state = read_state(config)
-    address = config.ray.address
-    if address is None and state is not None:
-        export(local_ray_variables(state.ray_token))
-        address = state.ray_address
     alive, ready = http_answers(url, "/health"), http_answers(url, "/ready")
-    if address is None:
-        raise StartupError(f"nothing that `splitserve serve` started runs on {url}; is it another --port?")
-    return ClusterStatus(url, alive, ready, _workers(address))
+    with find_cluster(config).joined():
+        return ClusterStatus(url, alive, ready, list_workers())
 
 
 def as_json(status: ClusterStatus) -> str:
@@ -77,17 +68,3 @@ def _row(record: WorkerRecord) -> tuple[str, ...]:
         str(load.num_held),
         f"{load.blocks_free} of {load.blocks_total}",
     )
-
-
-def _workers(address: str) -> tuple[WorkerRecord, ...]:
-    from cluster import launcher
-    from cluster.ray_directory import RayDirectory
-
-    try:
-        cluster = launcher.join(address)
-    except (ConnectionError, RuntimeError) as error:
-        raise WorkerUnavailable(f"no Ray cluster answers at {address}") from error
-    try:
-        return asyncio.run(RayDirectory(timeout_s=5.0).workers())
-    finally:
-        cluster.stop()

@@ -143,11 +143,12 @@ def test_a_foreign_exception_is_its_last_line() -> None:
 def test_the_state_file_is_for_its_owner_alone_and_of_a_living_process(tmp_path: Path) -> None:
     settings = config(cache_dir=str(tmp_path), http__port=9)
     assert read_state(settings) is None
-    path = write_state(settings, "127.0.0.1:1", "secret")
+    path = write_state(settings, "127.0.0.1:1", ray_token="secret", cluster_token="too")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     state = read_state(settings)
     assert state is not None
-    assert state.ray_token == "secret"  # noqa: S105
+    assert (state.ray_token, state.cluster_token) == ("secret", "too")
+    assert "secret" not in repr(state)
     dead = path.read_text(encoding="utf-8").replace(f'"pid": {state.pid}', '"pid": 4194305')
     state_file(settings).write_text(dead, encoding="utf-8")
     assert read_state(settings) is None
@@ -202,10 +203,11 @@ def test_what_a_router_and_the_command_load_is_free_of_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_status_without_a_server_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [["status"], ["drain", "x"]])
+def test_a_command_without_a_server_says_so(command: list[str], tmp_path: Path) -> None:
     splitserve = Path(sys.executable).parent / "splitserve"
     done = subprocess.run(
-        [splitserve, "status", "--port", "1", "--set", f"cache_dir={tmp_path}"],
+        [splitserve, *command, "--port", "1", "--set", f"cache_dir={tmp_path}"],
         capture_output=True,
         text=True,
         check=False,
