@@ -1,4 +1,4 @@
-"""The command line: `splitserve serve | status | drain | verify`. Commands import heavy modules themselves."""
+"""The command line: `splitserve serve | status | drain | verify`. Commands import what is heavy."""
 
 from __future__ import annotations
 

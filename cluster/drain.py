@@ -45,7 +45,7 @@ def drain_cluster_worker(
     def tell(address: str, limit_s: float) -> None:
         asyncio.run(drain_worker(address, token, limit_s))
 
-    return drain(name, limit_s, DrainTools(list_workers, tell, say))
+    return drain(worker, limit_s, DrainTools(list_workers, tell, say))
 
 
 def drain(worker: str, limit_s: float, tools: DrainTools) -> bool:
@@ -70,9 +70,7 @@ def drain(worker: str, limit_s: float, tools: DrainTools) -> bool:
             tools.say(f"{now:.1f} s: {progress}")
             said = progress
         tools.sleep(POLL_S)
-    tools.say(
-        f"{target.identity} is still there {REPLACE_S:g} s after its limit: see its log, or kill its process"
-    )
+    tools.say(f"{target.identity} is still there {REPLACE_S:g} s after its limit: see its log, or kill it")
     return False
 
 
