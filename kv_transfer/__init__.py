@@ -7,6 +7,7 @@ factory       a transport by name                   peers        what all transp
 nixl          between workers (`nixl_agent`, `nixl_metadata`)
 loopback      within one process
 faulty        any transport with faults on purpose (`faults`)
+reader        tokens from owners of any layout (`layout`, `staging`, `repack`)
 """
 
 from kv_transfer.checksums import block_checksums, require_checksums
@@ -17,10 +18,12 @@ from kv_transfer.fingerprint import check_compatible
 from kv_transfer.lease import LeaseTable
 from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
 from kv_transfer.memory import MemoryKind, PoolMemory
+from kv_transfer.reader import LayoutReader
 
 __all__ = [
     "FaultKind",
     "FaultyTransport",
+    "LayoutReader",
     "LeaseTable",
     "LoopbackNetwork",
     "LoopbackTransport",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kv_transfer.memory import MemoryKind, PoolMemory
 from protocol.errors import StartupError
 from protocol.ids import BlockId
+
+TakeChecksums = Callable[[PoolMemory, Sequence[BlockId]], list[int]]
+"""As `block_checksums`."""
 
 
 def require_checksums(memory: PoolMemory) -> None:

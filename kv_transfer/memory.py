@@ -90,16 +90,17 @@ def check_blocks(
     """
     if len(remote_blocks) != len(local_blocks):
         raise ValueError(f"{len(remote_blocks)} remote blocks cannot go to {len(local_blocks)} local ones")
-    _check_bounds("remote", remote_blocks, remote_pool.num_blocks)
-    _check_bounds("local", local_blocks, local_pool.num_blocks)
-    if len(set(local_blocks)) != len(local_blocks):
-        twice = sorted({block for block in local_blocks if local_blocks.count(block) > 1})
-        raise ValueError(f"local blocks would be written twice: {twice}")
+    check_pool_blocks("remote", remote_blocks, remote_pool)
+    check_pool_blocks("local", local_blocks, local_pool, are_written=True)
 
 
-def _check_bounds(side: str, blocks: Sequence[BlockId], num_blocks: int) -> None:
-    if not blocks:
-        return
-    if min(blocks) <= NULL_BLOCK or max(blocks) >= num_blocks:
-        outside = [block for block in blocks if not NULL_BLOCK < block < num_blocks]
-        raise ValueError(f"{side} blocks are not among 1 to {num_blocks - 1}: {outside}")
+def check_pool_blocks(
+    side: str, blocks: Sequence[BlockId], pool: PoolDescription, *, are_written: bool = False
+) -> None:
+    """One side of `check_blocks`."""
+    if blocks and (min(blocks) <= NULL_BLOCK or max(blocks) >= pool.num_blocks):
+        outside = [block for block in blocks if not NULL_BLOCK < block < pool.num_blocks]
+        raise ValueError(f"{side} blocks are not among 1 to {pool.num_blocks - 1}: {outside}")
+    if are_written and len(set(blocks)) != len(blocks):
+        twice = sorted({block for block in blocks if blocks.count(block) > 1})
+        raise ValueError(f"{side} blocks would be written twice: {twice}")

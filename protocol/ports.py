@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 
-from protocol.handoff import TransportEndpoint
+from protocol.handoff import Fingerprint, TransportEndpoint
 from protocol.ids import BlockId, WorkerIdentity
 from protocol.membership import WorkerRecord
 
@@ -63,6 +63,49 @@ class KvTransport(Protocol):
 
     def close(self) -> None:
         """Drop all peers and the registration. Idempotent."""
+
+
+class TokenFetch(FetchHandle, Protocol):
+    """One read of a range of tokens in flight."""
+
+    def checksums(self) -> Mapping[int, int]:
+        """CRC-32 of the owner's blocks as they arrived, by index into the owner's block table.
+
+        To be asked once, between DONE and `release`. Takes as long as it takes to read the blocks; empty
+        when the reader takes no checksums. A block that was read again counts as it arrived last.
+        """
+
+
+class KvReader(Protocol):
+    """Reads the KV of tokens from owners whose blocks may be laid out otherwise than one's own.
+
+    All methods are called from one thread. Nobody but the reader touches the blocks that a read is for,
+    from the call of `fetch_tokens` to the read's terminal state.
+    """
+
+    @property
+    def takes_checksums(self) -> bool:
+        """Whether reads have any."""
+
+    def connect(self, peer: TransportEndpoint, fingerprint: Fingerprint) -> None:
+        """Prepare reads from `peer`. Idempotent. Raises `LayoutMismatch` or `TransferFailed`."""
+
+    def disconnect(self, agent: str) -> None:
+        """Forget a peer by its agent name. Idempotent; no read from it may be pending."""
+
+    def fetch_tokens(
+        self, agent: str, remote_table: Sequence[BlockId], local_table: Sequence[BlockId], tokens: range
+    ) -> TokenFetch:
+        """Start reading the KV of `tokens`, positions in the prompt, from the connected peer.
+
+        The tables are the whole sequence's, each with its own side's block size. Where the layouts are
+        equal whole blocks are read, the first and the last as well; so `tokens` starts at the edge of a
+        block of one's own, or in a block that this sequence alone uses. Raises `TransferFailed` when the
+        read cannot be started, or a table is too short; then no block is touched.
+        """
+
+    def close(self) -> None:
+        """Drop all peers. Idempotent; no read may be pending."""
 
 
 class Directory(Protocol):

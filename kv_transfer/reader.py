@@ -1,0 +1,152 @@
+"""How does a decode worker read tokens from owners of any layout? Directly where it is one's own.
+
+connect ──equal block size and KV type──> the transport over one's own pool: whole blocks, no copy
+        └─unequal────────────────────────> `StagedReads`, one for each layout that owners have
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from kv_transfer.checksums import TakeChecksums
+from kv_transfer.fingerprint import check_compatible
+from kv_transfer.layout import BlockLayout, blocks_over, entries
+from kv_transfer.memory import MemoryKind, PoolMemory
+from kv_transfer.repack import PoolView
+from kv_transfer.staging import StagedReads
+from protocol.errors import LayoutMismatch, SplitserveError, TransferFailed
+from protocol.handoff import Fingerprint, TransportEndpoint
+from protocol.ids import BlockId
+from protocol.ports import FetchHandle, FetchStatus, KvTransport, TokenFetch
+
+DEFAULT_STAGING_BYTES = 32 * 2**20
+"""Of one owner layout; a block of an 8B model with 16 tokens has 2 MiB."""
+MIN_STAGING_BLOCKS = 3
+"""The null block, and two chunks of one block."""
+
+MakeTransport = Callable[[PoolMemory, int], KvTransport]
+"""A transport over a pool; the number tells apart the agents of one worker (see `agent_name`)."""
+
+
+class LayoutReader:
+    """The `KvReader` over transports of any kind. Owns them; all of it on one thread."""
+
+    def __init__(
+        self,
+        memory: PoolMemory,
+        fingerprint: Fingerprint,
+        make_transport: MakeTransport,
+        *,
+        checksum: TakeChecksums | None = None,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
+    ) -> None:
+        """`memory` is this worker's pool, `checksum` what is done with every block that arrives."""
+        self._memory = memory
+        self._fingerprint = fingerprint
+        self._make_transport = make_transport
+        self._checksum = checksum
+        self._staging_bytes = staging_bytes
+        self._serials = count()
+        self._direct = make_transport(memory, next(self._serials))
+        self._staged: dict[BlockLayout, StagedReads] = {}
+        self._staged_peers: dict[str, StagedReads] = {}
+
+    @property
+    def takes_checksums(self) -> bool:
+        return self._checksum is not None
+
+    def connect(self, peer: TransportEndpoint, fingerprint: Fingerprint) -> None:
+        check_compatible(self._fingerprint, fingerprint)
+        if _is_alike(self._fingerprint, fingerprint):
+            self._direct.connect(peer)
+            return
+        reads = self._staged_reads(fingerprint)
+        reads.connect(peer)
+        self._staged_peers[peer.agent] = reads
+
+    def disconnect(self, agent: str) -> None:
+        reads = self._staged_peers.get(agent)
+        if reads is None:
+            self._direct.disconnect(agent)
+        else:
+            reads.disconnect(agent)
+            del self._staged_peers[agent]
+
+    def fetch_tokens(
+        self, agent: str, remote_table: Sequence[BlockId], local_table: Sequence[BlockId], tokens: range
+    ) -> TokenFetch:
+        if tokens.step != 1 or tokens.start < 0:
+            raise TransferFailed(f"{tokens} is no range of tokens")
+        reads = self._staged_peers.get(agent)
+        if reads is not None:
+            return reads.fetch(agent, remote_table, local_table, tokens)
+        indices = blocks_over(tokens, self._fingerprint.block_size)
+        remote = entries(remote_table, indices, "the owner's")
+        local = entries(local_table, indices, "the reader's")
+        handle = self._direct.fetch(agent, remote, local)
+        return DirectFetch(handle, self._memory, indices, local, self._checksum)
+
+    def close(self) -> None:
+        for reads in self._staged.values():
+            reads.close()
+        self._direct.close()
+
+    def _staged_reads(self, fingerprint: Fingerprint) -> StagedReads:
+        """Those of this layout; the staging area is made with the first owner that has it."""
+        if self._memory.kind is not MemoryKind.HOST:
+            raise LayoutMismatch(
+                "KV of another layout can be taken over into host memory only: give all workers the same "
+                f"block size and KV type. Here: {self._fingerprint}. There: {fingerprint}."
+            )
+        layout = BlockLayout.of(fingerprint)
+        if layout not in self._staged:
+            self._staged[layout] = self._stage(layout)
+        return self._staged[layout]
+
+    def _stage(self, layout: BlockLayout) -> StagedReads:
+        mine = PoolView(self._memory, BlockLayout.of(self._fingerprint))
+        num_blocks = max(MIN_STAGING_BLOCKS, self._staging_bytes // layout.block_bytes)
+        staging = PoolMemory.allocate(num_blocks, layout.block_bytes)
+        try:
+            transport = self._make_transport(staging, next(self._serials))
+        except SplitserveError as error:
+            raise TransferFailed(f"no staging area for {layout}: {error.message}") from error
+        return StagedReads(transport, PoolView(staging, layout), mine, self._checksum)
+
+
+class DirectFetch:
+    """The `TokenFetch` of a read of whole blocks into one's own pool."""
+
+    def __init__(
+        self,
+        handle: FetchHandle,
+        memory: PoolMemory,
+        indices: range,
+        local_blocks: Sequence[BlockId],
+        checksum: TakeChecksums | None,
+    ) -> None:
+        self._handle = handle
+        self._memory = memory
+        self._indices = indices
+        self._local_blocks = local_blocks
+        self._checksum = checksum
+
+    @property
+    def num_bytes(self) -> int:
+        return self._handle.num_bytes
+
+    def poll(self) -> FetchStatus:
+        return self._handle.poll()
+
+    def release(self) -> None:
+        self._handle.release()
+
+    def checksums(self) -> dict[int, int]:
+        if self._checksum is None:
+            return {}
+        return dict(zip(self._indices, self._checksum(self._memory, self._local_blocks), strict=True))
+
+
+def _is_alike(mine: Fingerprint, theirs: Fingerprint) -> bool:
+    return (mine.block_size, mine.kv_dtype) == (theirs.block_size, theirs.kv_dtype)
