@@ -14,7 +14,6 @@ owner        the owner's side over gRPC                 reader    the thread tha
 from __future__ import annotations
 
 from decode_worker.config import DecodeWorkerConfig, OnKvFailure
-from decode_worker.tools import Checksum
 from decode_worker.worker import DecodeWorker, MakeEngine
 
-__all__ = ["Checksum", "DecodeWorker", "DecodeWorkerConfig", "MakeEngine", "OnKvFailure"]
+__all__ = ["DecodeWorker", "DecodeWorkerConfig", "MakeEngine", "OnKvFailure"]

@@ -30,6 +30,8 @@ class Fetch:
         self, ticket: Ticket, peer: Peer, keeper: LeaseKeeper, watch: Watch, tools: IntakeTools
     ) -> None:
         self.num_bytes = 0
+        self.checksums: dict[int, int] = {}
+        """Of the ticket's blocks as they arrived, by index, where they are taken."""
         self.pending: PendingRead | None = None
         """The read under way. Still set after `run` raised: the blocks belong to it, not to the request."""
         self._ticket = ticket
@@ -38,33 +40,37 @@ class Fetch:
         self._watch = watch
         self._tools = tools
 
-    async def run(
-        self, local_blocks: Sequence[BlockId], num_cached_blocks: int, read_limit_s: float
-    ) -> None:
-        """Fill `local_blocks[i]` with the ticket's block i, from `num_cached_blocks` on.
+    async def run(self, block_table: Sequence[BlockId], num_cached: int, read_limit_s: float) -> None:
+        """Fill the blocks with the ticket's KV, from token `num_cached` on.
 
         Raises `TransferError` when that fails or takes too long, `LayoutMismatch`, and whatever the
         intake was dropped for.
         """
-        num_read, num_blocks = num_cached_blocks, len(self._ticket.block_ids)
-        while num_read < num_blocks:
-            num_ready = self._num_ready_blocks()
+        num_read = num_cached
+        while num_read < self._ticket.num_tokens:
+            num_ready = self._num_ready()
             if num_ready > num_read:
-                chunk = slice(num_read, num_ready)
-                await self._read(self._ticket.block_ids[chunk], local_blocks[chunk], read_limit_s)
+                await self._read(block_table, range(num_read, num_ready), read_limit_s)
                 num_read = num_ready
             else:
                 await self._watch.until(self._keeper.progress)
 
-    def _num_ready_blocks(self) -> int:
-        """Whole blocks, and the last one however full it is once nothing will be added to it."""
+    def _num_ready(self) -> int:
+        """Tokens in whole blocks of the owner, and the rest once nothing will be added to the last one."""
         if self._keeper.is_complete:
-            return len(self._ticket.block_ids)
-        return self._keeper.tokens_ready // self._tools.block_size
+            return self._ticket.num_tokens
+        return self._keeper.tokens_ready - self._keeper.tokens_ready % self._peer.block_size
 
-    async def _read(self, remote: Sequence[BlockId], local: Sequence[BlockId], limit_s: float) -> None:
+    async def _read(self, block_table: Sequence[BlockId], tokens: range, limit_s: float) -> None:
         agent = await self._connect()
-        read = self.pending = PendingRead(self._peer, agent, remote, local, self._tools)
+        read = self.pending = PendingRead(
+            self._peer,
+            self._tools,
+            agent=agent,
+            remote_table=self._ticket.block_ids,
+            local_table=block_table,
+            tokens=tokens,
+        )
         try:
             has_ended = await self._watch.until(read.outcome, limit_s)
         except TransferError:
@@ -78,9 +84,13 @@ class Fetch:
         if outcome.trouble:
             raise TransferFailed(outcome.trouble)
         self.num_bytes += outcome.num_bytes
+        self.checksums.update(outcome.checksums)
 
     async def _connect(self) -> str:
         """The peer's agent. No block is touched yet, so that both drop and loss may end it."""
         handshake: asyncio.Future[str] = self._peer.handshake()
         await self._watch.until(handshake)
+        num_blocks = -(-self._ticket.num_tokens // self._peer.block_size)
+        if len(self._ticket.block_ids) != num_blocks:
+            raise TransferFailed(f"the ticket names {len(self._ticket.block_ids)} blocks, not {num_blocks}")
         return handshake.result()

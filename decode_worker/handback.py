@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from uuid import uuid4
 
 from decode_worker.owner import Released
 from decode_worker.peers import Peer
-from decode_worker.tools import Checksum, IntakeTools
+from decode_worker.tools import IntakeTools
 from protocol.errors import LayoutMismatch, SplitserveError, TransferFailed
 from protocol.handoff import Ticket
-from protocol.ids import BlockId
 
 RELEASE_PAUSE_S = 0.1
 
@@ -49,11 +48,13 @@ async def give_back(ticket: Ticket, reader: str, tools: IntakeTools) -> None:
             tools.metrics.observe_transfer_failure(error)
 
 
-async def compare(checksum: Checksum, blocks: Sequence[BlockId], theirs: Sequence[int]) -> None:
-    """Raises `TransferFailed` unless `blocks` hold what their owner has, by its checksums of them."""
-    if len(theirs) != len(blocks):
-        raise TransferFailed(f"the owner sent {len(theirs)} checksums for {len(blocks)} blocks")
-    ours = await asyncio.to_thread(checksum, blocks)
-    wrong = [i for i, (mine, their) in enumerate(zip(ours, theirs, strict=True)) if mine != their]
-    if wrong:
-        raise TransferFailed(f"{len(wrong)} of {len(blocks)} blocks arrived with a wrong checksum")
+def compare(ticket: Ticket, arrived: Mapping[int, int], theirs: Sequence[int]) -> None:
+    """Raises `TransferFailed` unless blocks arrived as their owner has them, by the checksums of both.
+
+    `arrived`: by index into the ticket's blocks; `theirs`: of all of them.
+    """
+    if len(theirs) != len(ticket.block_ids):
+        raise TransferFailed(f"{len(theirs)} checksums came for {len(ticket.block_ids)} blocks")
+    num_wrong = sum(theirs[index] != checksum for index, checksum in arrived.items())
+    if num_wrong:
+        raise TransferFailed(f"{num_wrong} of {len(arrived)} blocks arrived with a wrong checksum")

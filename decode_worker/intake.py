@@ -16,7 +16,7 @@ do: AbortSequence is said when the read has ended, and until then they belong to
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
 
@@ -48,7 +48,7 @@ from protocol.errors import (
 )
 from protocol.generation import Receipt
 from protocol.handoff import Verdict
-from protocol.ids import BlockId, SequenceId
+from protocol.ids import SequenceId
 
 
 class IntakeState(StrEnum):
@@ -148,7 +148,7 @@ class Intake:
     async def _reserve_in_time(self, peer: Peer, keeper: LeaseKeeper, pace: PrefillPace) -> None:
         """Step 1."""
         while not keeper.is_complete:
-            read_s = peer.read_rate.time_for(len(self._ticket.block_ids))
+            read_s = peer.read_rate.time_for(self._ticket.num_tokens)
             delay_s = reservation_delay_s(pace.remaining_s(), read_s)
             if delay_s == 0:
                 break
@@ -179,38 +179,36 @@ class Intake:
         allocated_s = self._tools.clock()
         self._receipt = Receipt(decode_queue_s=allocated_s - reserved_s)
         self._tools.metrics.observe_queue(self._receipt)
-        num_cached_blocks = self._allocation.result().num_cached_tokens // self._tools.block_size
-        blocks = self._allocation.result().block_ids[: len(self._ticket.block_ids)]
-        if num_cached_blocks >= len(blocks):
+        num_cached = self._allocation.result().num_cached_tokens
+        if num_cached >= self._ticket.num_tokens:
             return  # validated when they entered the cache; the ticket goes back after the prefill
         self.state = IntakeState.FETCHING
         self._fetch = Fetch(self._ticket, peer, keeper, self._watch, self._tools)
-        await self._fetch.run(blocks, num_cached_blocks, self._read_limit_s())
+        await self._fetch.run(self._allocation.result().block_ids, num_cached, self._read_limit_s())
         self.state = IntakeState.VALIDATING
-        await self._validate(peer, blocks, num_cached_blocks)
+        await self._validate(peer, self._fetch.checksums)
         complete_s = allocated_s if keeper.complete_s is None else keeper.complete_s
         self._receipt = Receipt(
             decode_queue_s=self._receipt.decode_queue_s,
             fetch_s=self._tools.clock() - max(allocated_s, complete_s),
             fetched_bytes=self._fetch.num_bytes,
         )
-        self._tools.metrics.observe_fetch(self._receipt, len(blocks) - num_cached_blocks)
+        num_blocks = -(-(self._ticket.num_tokens - num_cached) // self._tools.block_size)
+        self._tools.metrics.observe_fetch(self._receipt, num_blocks)
 
     def _read_limit_s(self) -> float:
         spent_s = self._tools.clock() - self._received_s
         return self._tools.config.read_limit_s(self._request.deadline_s - spent_s)
 
-    async def _validate(self, peer: Peer, blocks: Sequence[BlockId], num_cached_blocks: int) -> None:
+    async def _validate(self, peer: Peer, checksums: Mapping[int, int]) -> None:
         """Step 4. Raises `TransferError` unless the blocks hold what their owner computed."""
-        attempts, checksum = self._tools.config.release_attempts, self._tools.checksum
+        attempts, takes_checksums = self._tools.config.release_attempts, self._tools.reader.takes_checksums
         self._is_given_back = True
-        answer = await release(
-            peer, self._ticket, self._reader, attempts, wants_checksums=checksum is not None
-        )
+        answer = await release(peer, self._ticket, self._reader, attempts, wants_checksums=takes_checksums)
         if answer.verdict is not Verdict.VALID:
             raise LeaseExpired(f"{peer.identity} says that the ticket is {answer.verdict.value}")
-        if checksum is not None:
-            await compare(checksum, blocks[num_cached_blocks:], answer.checksums[num_cached_blocks:])
+        if takes_checksums:
+            compare(self._ticket, checksums, answer.checksums)
 
     async def _first_tokens(self) -> FirstTokens:
         """What `begin` brings, without the choices that were dropped meanwhile."""

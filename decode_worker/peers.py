@@ -49,10 +49,12 @@ class Peer:
         self.num_reading = 0
         """Reads that the transport has not ended; the connection stays while there are any."""
         self.last_seen_s = now_s
+        self.block_size = fingerprint.block_size
+        """Of the owner's pool, once it is connected."""
         self.prefill_rate = Rate()
         """Tokens per second of one of its prefills."""
         self.read_rate = Rate()
-        """Blocks per second of one read from it."""
+        """Tokens per second of one read from it."""
         self._trouble = ""
         """Why the last handshake failed."""
         self._reader = reader
@@ -120,7 +122,7 @@ class Peer:
             async with asyncio.timeout(self._connect_timeout_s):
                 hello = await self.owner.connect()
                 self._check(hello)
-                await self._reader.connect(hello.endpoint)
+                await self._reader.connect(hello.endpoint, hello.fingerprint)
         except TimeoutError as error:
             raise TransferFailed(
                 f"the handshake with {self.identity} took over {self._connect_timeout_s:g} s"
@@ -129,6 +131,7 @@ class Peer:
             raise
         except SplitserveError as error:
             raise TransferFailed(f"cannot connect to {self.identity}: {error.message}") from error
+        self.block_size = hello.fingerprint.block_size
         return hello.endpoint.agent
 
     def _check(self, hello: OwnerHello) -> None:

@@ -7,8 +7,8 @@ started ──> ended (DONE or FAILED): the blocks are the request's again, or n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from decode_worker.peers import Peer
 from decode_worker.tools import IntakeTools
@@ -19,9 +19,11 @@ from protocol.ports import FetchStatus
 
 @dataclass(frozen=True, slots=True)
 class ReadOutcome:
-    """How a read ended."""
+    """What came of a read."""
 
-    num_bytes: int
+    num_bytes: int = 0
+    checksums: Mapping[int, int] = field(default_factory=dict)
+    """As in `ReadEnd`."""
     trouble: str = ""
     """Empty when the blocks hold what was to be read."""
 
@@ -32,18 +34,21 @@ class PendingRead:
     def __init__(
         self,
         peer: Peer,
-        agent: str,
-        remote_blocks: Sequence[BlockId],
-        local_blocks: Sequence[BlockId],
         tools: IntakeTools,
+        *,
+        agent: str,
+        remote_table: Sequence[BlockId],
+        local_table: Sequence[BlockId],
+        tokens: range,
     ) -> None:
-        """Starts at once. `agent` is the connected peer's."""
+        """Starts at once. `agent` is the connected peer's; `tokens` are what is read, by position."""
         self.outcome: asyncio.Future[ReadOutcome] = asyncio.get_running_loop().create_future()
         """Resolves when the transport touches the blocks no more."""
         self._peer = peer
         self._agent = agent
-        self._remote_blocks = remote_blocks
-        self._local_blocks = local_blocks
+        self._remote_table = remote_table
+        self._local_table = local_table
+        self._tokens = tokens
         self._tools = tools
         self._then: Callable[[], None] | None = None
         peer.num_reading += 1
@@ -75,11 +80,14 @@ class PendingRead:
     async def _read(self) -> ReadOutcome:
         started_s = self._tools.clock()
         try:
-            read = await self._tools.reader.read(self._agent, self._remote_blocks, self._local_blocks)
+            read = await self._tools.reader.read(
+                self._agent, self._remote_table, self._local_table, self._tokens
+            )
         except TransferFailed as error:
-            return ReadOutcome(0, error.message)
+            return ReadOutcome(trouble=error.message)
         await asyncio.wait([read.ended])  # a wait that is given up must not cancel the read's future
-        if read.ended.result() is not FetchStatus.DONE:
-            return ReadOutcome(0, f"the read from {self._peer.identity} failed")
-        self._peer.read_rate.observe(len(self._local_blocks), self._tools.clock() - started_s)
-        return ReadOutcome(read.num_bytes)
+        end = read.ended.result()
+        if end.status is not FetchStatus.DONE:
+            return ReadOutcome(trouble=f"the read from {self._peer.identity} failed")
+        self._peer.read_rate.observe(len(self._tokens), self._tools.clock() - started_s)
+        return ReadOutcome(read.num_bytes, end.checksums)

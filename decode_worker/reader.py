@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from protocol.errors import EngineFault, TransferFailed
-from protocol.handoff import TransportEndpoint
+from protocol.handoff import Fingerprint, TransportEndpoint
 from protocol.ids import BlockId
-from protocol.ports import FetchHandle, FetchStatus, KvTransport
+from protocol.ports import FetchStatus, KvReader, TokenFetch
 from rpc import Health
 
 ResultT = TypeVar("ResultT")
@@ -33,33 +33,48 @@ IDLE_WAIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
+class ReadEnd:
+    """How a read ended."""
+
+    status: FetchStatus
+    """DONE or FAILED."""
+    checksums: Mapping[int, int] = field(default_factory=dict)
+    """CRC-32 of the owner's blocks as they arrived, by index into its block table, where they are taken."""
+
+
+@dataclass(frozen=True, slots=True)
 class Read:
     """One read in flight, as the event loop sees it."""
 
     num_bytes: int
-    ended: asyncio.Future[FetchStatus]
-    """Resolves with DONE or FAILED; until then the transport may touch the blocks."""
+    ended: asyncio.Future[ReadEnd]
+    """Until it resolves the transport may touch the blocks."""
 
 
 class BlockReader(Protocol):
-    """Reads blocks of peers into this worker's pool. Used on the event loop."""
+    """Reads KV of peers into this worker's pool. Used on the event loop."""
 
-    async def connect(self, peer: TransportEndpoint) -> None:
+    @property
+    def takes_checksums(self) -> bool:
+        """Whether reads end with checksums."""
+
+    async def connect(self, peer: TransportEndpoint, fingerprint: Fingerprint) -> None:
         """Raises `LayoutMismatch` or `TransferFailed`."""
 
     async def disconnect(self, agent: str) -> None:
         """No read from the agent may be pending."""
 
     async def read(
-        self, agent: str, remote_blocks: Sequence[BlockId], local_blocks: Sequence[BlockId]
+        self, agent: str, remote_table: Sequence[BlockId], local_table: Sequence[BlockId], tokens: range
     ) -> Read:
-        """Start a read. Raises `TransferFailed` when it cannot be started; then no block is touched."""
+        """Start a read of these positions; the tables are the whole sequence's, with each side's block
+        size. Raises `TransferFailed` when it cannot be started; then no block is touched."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    handle: FetchHandle
-    ended: Future[FetchStatus]
+    fetch: TokenFetch
+    ended: Future[ReadEnd]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +93,10 @@ class _Call:
 
 
 class TransportThread:
-    """The `BlockReader` over any transport. Owns the transport and closes it."""
+    """The `BlockReader` over a `KvReader`, which it owns and closes."""
 
-    def __init__(self, transport: KvTransport, health: Health, name: str = "kv transport") -> None:
-        self._transport = transport
+    def __init__(self, reader: KvReader, health: Health, name: str = "kv transport") -> None:
+        self._reader = reader
         self._health = health
         self._inbox: SimpleQueue[_Call | None] = SimpleQueue()  # None only wakes the thread
         self._pending: list[_Pending] = []
@@ -103,7 +118,7 @@ class TransportThread:
         """
         if self._thread.ident is None and not self._has_ended:
             self._has_ended = True
-            self._transport.close()
+            self._reader.close()
         if not self._thread.is_alive():
             return
         self._is_stopping = True
@@ -112,16 +127,20 @@ class TransportThread:
         if self._thread.is_alive():
             raise EngineFault(f"the transport did not close within {timeout_s} s")
 
-    async def connect(self, peer: TransportEndpoint) -> None:
-        await self._call(partial(self._transport.connect, peer))
+    @property
+    def takes_checksums(self) -> bool:
+        return self._reader.takes_checksums
+
+    async def connect(self, peer: TransportEndpoint, fingerprint: Fingerprint) -> None:
+        await self._call(partial(self._reader.connect, peer, fingerprint))
 
     async def disconnect(self, agent: str) -> None:
-        await self._call(partial(self._transport.disconnect, agent))
+        await self._call(partial(self._reader.disconnect, agent))
 
     async def read(
-        self, agent: str, remote_blocks: Sequence[BlockId], local_blocks: Sequence[BlockId]
+        self, agent: str, remote_table: Sequence[BlockId], local_table: Sequence[BlockId], tokens: range
     ) -> Read:
-        num_bytes, ended = await self._call(partial(self._begin, agent, remote_blocks, local_blocks))
+        num_bytes, ended = await self._call(partial(self._begin, agent, remote_table, local_table, tokens))
         return Read(num_bytes, asyncio.wrap_future(ended))
 
     async def _call(self, work: Callable[[], ResultT]) -> ResultT:
@@ -133,21 +152,21 @@ class TransportThread:
         return await asyncio.wrap_future(result)
 
     def _begin(
-        self, agent: str, remote_blocks: Sequence[BlockId], local_blocks: Sequence[BlockId]
-    ) -> tuple[int, Future[FetchStatus]]:
-        handle = self._transport.fetch(agent, remote_blocks, local_blocks)
-        ended: Future[FetchStatus] = Future()
+        self, agent: str, remote_table: Sequence[BlockId], local_table: Sequence[BlockId], tokens: range
+    ) -> tuple[int, Future[ReadEnd]]:
+        fetch = self._reader.fetch_tokens(agent, remote_table, local_table, tokens)
+        ended: Future[ReadEnd] = Future()
         ended.set_running_or_notify_cancel()  # from here on nobody can cancel it
-        self._pending.append(_Pending(handle, ended))
+        self._pending.append(_Pending(fetch, ended))
         self._poll_s = MIN_POLL_S
-        return handle.num_bytes, ended
+        return fetch.num_bytes, ended
 
     def _run(self) -> None:
         try:
             while not self._is_stopping:
                 self._take_calls()
                 self._poll_reads()
-            self._transport.close()
+            self._reader.close()
         except BaseException as error:  # nothing is above a thread: pending reads stay pending
             self._report(error)
         finally:
@@ -176,12 +195,13 @@ class TransportThread:
     def _poll_reads(self) -> None:
         still_pending = []
         for read in self._pending:
-            status = read.handle.poll()
+            status = read.fetch.poll()
             if status is FetchStatus.PENDING:
                 still_pending.append(read)
-            else:
-                read.handle.release()
-                read.ended.set_result(status)
+                continue
+            checksums = read.fetch.checksums() if status is FetchStatus.DONE else {}
+            read.fetch.release()
+            read.ended.set_result(ReadEnd(status, checksums))
         self._pending = still_pending
 
     def _report(self, error: BaseException) -> None:

@@ -146,7 +146,7 @@ class DecodeSession:
             if request.sampling.prompt_logprobs is not None:
                 return InvalidRequest("only a prefill worker tells log-probabilities of the prompt")
             return self._refusal()
-        mismatch = Submission(request, ticket).mismatch(self._tools.block_size)
+        mismatch = Submission(request, ticket).mismatch()
         return InvalidRequest(mismatch) if mismatch is not None else self._refusal()
 
     def _refuse(self, ticket: Ticket, error: SplitserveError) -> None:

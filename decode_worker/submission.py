@@ -16,16 +16,13 @@ class Submission:
     request: GenerationRequest
     ticket: Ticket
 
-    def mismatch(self, block_size: int) -> str | None:
+    def mismatch(self) -> str | None:
         """Why ticket and request cannot belong together; None when they can."""
         num_tokens, ticket = num_tokens_of(self.request), self.ticket
         if ticket.num_tokens != num_tokens:
             return f"the ticket covers {ticket.num_tokens} tokens and the request has {num_tokens}"
         if ticket.tokens_ready > num_tokens:
             return f"{ticket.tokens_ready} of the ticket's {num_tokens} tokens are ready"
-        num_blocks = -(-num_tokens // block_size)
-        if len(ticket.block_ids) != num_blocks:
-            return f"the ticket names {len(ticket.block_ids)} blocks and the request needs {num_blocks}"
         if not ticket.lease_s > 0:
             return f"the ticket's lease is {ticket.lease_s} s"
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from decode_worker.config import DecodeWorkerConfig
@@ -11,12 +10,8 @@ from decode_worker.metrics import DecodeMetrics
 from decode_worker.peers import Peers
 from decode_worker.reader import BlockReader
 from engine import Command, Event
-from protocol.ids import BlockId
 from protocol.ports import Clock
 from rpc import EngineLink, Health, TaskSet
-
-Checksum = Callable[[Sequence[BlockId]], list[int]]
-"""CRC-32 of each of this worker's blocks. Called in threads; takes as long as it takes to read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,5 +28,3 @@ class IntakeTools:
     config: DecodeWorkerConfig
     block_size: int
     clock: Clock
-    checksum: Checksum | None = None
-    """Where set, no block is used whose checksum differs from its owner's."""

@@ -17,12 +17,12 @@ from decode_worker.peers import Peers
 from decode_worker.reader import TransportThread
 from decode_worker.service import DecodeService
 from decode_worker.session import DecodeSession
-from decode_worker.tools import Checksum, IntakeTools
+from decode_worker.tools import IntakeTools
 from engine import Command, Event, InvalidateCache
 from protocol.errors import EngineFault, SplitserveError, WorkerUnavailable
 from protocol.ids import Role
 from protocol.membership import WorkerRecord
-from protocol.ports import Clock, Directory, KvTransport
+from protocol.ports import Clock, Directory, KvReader
 from protocol.wire.splitserve_pb2_grpc import add_DecodeWorkerServicer_to_server
 from rpc import Dial, Engine, TaskSet, WorkerProfile, WorkerShell, open_channel, wait_until
 
@@ -39,7 +39,7 @@ TRANSPORT_STOP_TIMEOUT_S = 5.0
 class DecodeWorker:
     """One decode worker: takes prompts over from their owners and generates the rest.
 
-    Lives on one event loop. Owns its engine and its transport: `stop` ends both.
+    Lives on one event loop. Owns its engine and its reader: `stop` ends both.
     """
 
     def __init__(
@@ -47,16 +47,15 @@ class DecodeWorker:
         *,
         profile: WorkerProfile,
         make_engine: MakeEngine,
-        transport: KvTransport,
+        reader: KvReader,
         directory: Directory,
         config: DecodeWorkerConfig,
-        checksum: Checksum | None = None,
         dial: Dial = open_channel,
         clock: Clock = time.monotonic,
     ) -> None:
         """`make_engine` builds the engine, which calls its argument with the events of every step.
 
-        `checksum`, where given, looks at every block that was read. `dial` opens the channels to owners.
+        `dial` opens the channels to owners.
         """
         self._dial = dial
         self._shell: WorkerShell[Command, Event] = WorkerShell(
@@ -64,7 +63,7 @@ class DecodeWorker:
         )
         self._directory = directory
         self._config = config
-        self._reader = TransportThread(transport, self._shell.health)
+        self._reader = TransportThread(reader, self._shell.health)
         self._peers = Peers(
             self._make_owner,
             self._reader,
@@ -85,7 +84,6 @@ class DecodeWorker:
             config=config,
             block_size=profile.fingerprint.block_size,
             clock=clock,
-            checksum=checksum,
         )
         self._sessions: set[DecodeSession] = set()
         self._shell.health.on_fault(self._fail_all)

@@ -1,4 +1,7 @@
-"""A ticket's way to admission, and every way out of it. Virtual time; each test ends with a leak check."""
+"""A ticket's way to admission when its prefill is done, and what becomes of KV that is void.
+
+Virtual time; each test ends with a leak check.
+"""
 
 from __future__ import annotations
 
@@ -8,64 +11,45 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from decode_fakes import BLOCK_BYTES, LEASE_S, DecodeBench, make_ticket
+from decode_fakes import BLOCK_BYTES, DecodeBench, make_ticket
 from virtual_time import settle, virtual_time
-from worker_fakes import D0, P0, make_request
+from worker_fakes import D0, make_request
 
 from decode_worker import OnKvFailure
-from engine import (
-    AbortSequence,
-    AdmitSequence,
-    RecomputeSequence,
-    ReserveSequence,
-    SequenceFailed,
-    Sibling,
-)
-from protocol.codec import failure_from_wire
+from engine import AbortSequence, AdmitSequence, RecomputeSequence, ReserveSequence, SequenceFailed
 from protocol.errors import (
-    DeadlineExceeded,
-    EngineFault,
     InvalidRequest,
     LayoutMismatch,
     LeaseExpired,
     Overloaded,
-    SplitserveError,
     TransferFailed,
-    TransferTimeout,
     WorkerUnavailable,
 )
-from protocol.generation import FinishReason, choice_seed
+from protocol.generation import FinishReason
 from protocol.handoff import Verdict
 from protocol.ids import SequenceId
 from protocol.ports import FetchStatus
+
+FIRST = ((0, 77),)
 
 
 async def bench_in_fetch(policy: OnKvFailure = OnKvFailure.RECOMPUTE) -> tuple[DecodeBench, SequenceId]:
     """A session whose only request is in the middle of its read."""
     bench = DecodeBench(policy)
     bench.submit()
-    await settle()
-    seq_id = bench.reserved()
-    bench.allocate(seq_id)
-    await settle()
-    assert len(bench.reader.reads) == 1
-    return bench, seq_id
-
-
-def failure(bench: DecodeBench) -> SplitserveError:
-    (wire,) = bench.frame().failures
-    assert wire.request_id == "r"
-    return failure_from_wire(wire)
+    return bench, await bench.until_fetching()
 
 
 @virtual_time
 async def test_valid_ticket_is_read_validated_and_admitted() -> None:
     bench = DecodeBench()
-    bench.submit(make_request(outputs=(5, 6)))
+    request = make_request(outputs=(5, 6))
+    bench.submit(replace(request, sampling=replace(request.sampling, prompt_logprobs=2)))
     await settle()
     (reserve,) = bench.engine.take()
-    assert isinstance(reserve, ReserveSequence)
-    assert reserve.output_token_ids == (5, 6, 77)
+    assert reserve == ReserveSequence(
+        reserve.seq_id, request.prompt_token_ids, request.sampling, request.output_token_ids
+    )
     assert bench.owner.calls == []
     await asyncio.sleep(0.5)
     bench.allocate(reserve.seq_id, (41, 42, 43, 44))
@@ -76,7 +60,7 @@ async def test_valid_ticket_is_read_validated_and_admitted() -> None:
     bench.reader.end()
     await settle()
     assert bench.owner.calls == ["connect", "release"]
-    assert bench.engine.take() == [AdmitSequence(reserve.seq_id)]
+    assert bench.engine.take() == [AdmitSequence(reserve.seq_id, FIRST)]
     bench.sample(reserve.seq_id, 100)
     bench.sample(reserve.seq_id, 101, FinishReason.STOP)
     await settle()
@@ -102,7 +86,7 @@ async def test_only_blocks_that_the_local_cache_lacks_are_read() -> None:
     assert bench.reader.reads == [("agent-p-first", (9,), (43,))]
     bench.reader.end()
     await settle()
-    assert bench.engine.take() == [AdmitSequence(seq_id)]
+    assert bench.engine.take() == [AdmitSequence(seq_id, FIRST)]
     bench.abort()
     await settle()
     bench.assert_idle()
@@ -119,27 +103,26 @@ async def test_fully_cached_prompt_needs_no_read_but_gives_the_ticket_back() -> 
     await settle()
     assert bench.reader.reads == []
     assert bench.owner.calls == ["release"]
-    assert bench.engine.take() == [AdmitSequence(seq_id)]
+    assert bench.engine.take() == [AdmitSequence(seq_id, FIRST)]
     bench.abort()
     bench.assert_idle()
 
 
 @virtual_time
-async def test_lease_is_renewed_while_queued_and_while_fetching() -> None:
+async def test_each_intake_is_a_reader_of_its_own() -> None:
     bench = DecodeBench()
-    bench.submit()
-    await asyncio.sleep(2 * LEASE_S)
-    queued = bench.owner.calls.count("renew")
-    assert queued >= 6
-    bench.allocate(bench.reserved())
-    await asyncio.sleep(LEASE_S)
-    assert bench.owner.calls.count("renew") >= queued + 3
-    bench.reader.end()
-    await settle()
-    renewals = bench.owner.calls.count("renew")
-    await asyncio.sleep(3 * LEASE_S)
-    assert bench.owner.calls.count("renew") == renewals
-    bench.abort()
+    for name in "ab":
+        bench.submit(make_request(name))
+        await settle()
+        bench.allocate(bench.reserved())
+        await settle()
+        bench.reader.end()
+        await settle()
+        bench.engine.take()
+    first, second = bench.owner.readers
+    assert first != second
+    assert len(first) == len(second) == 32
+    bench.session.end()
     bench.assert_idle()
 
 
@@ -154,7 +137,7 @@ def test_kv_that_is_not_valid_is_recomputed(verdict: Verdict) -> None:
         bench.owner.verdict = verdict
         bench.reader.end()
         await settle()
-        assert bench.engine.take() == [RecomputeSequence(seq_id)]
+        assert bench.engine.take() == [RecomputeSequence(seq_id, FIRST)]
         bench.sample(seq_id, 100, FinishReason.LENGTH)
         await settle()
         assert bench.frame().deltas[0].finish_reason == "length"
@@ -173,7 +156,7 @@ def test_kv_that_is_not_valid_fails_the_request_when_the_policy_says_so(verdict:
         bench.reader.end()
         await settle()
         assert bench.engine.take() == [AbortSequence(seq_id)]
-        error = failure(bench)
+        error = bench.failure()
         assert isinstance(error, LeaseExpired)
         assert verdict.value in error.message
         bench.assert_idle()
@@ -202,15 +185,30 @@ def test_failed_take_over_follows_the_policy(
         await break_it(bench)
         await asyncio.sleep(1)
         if policy is OnKvFailure.RECOMPUTE:
-            assert bench.engine.take() == [RecomputeSequence(seq_id)]
+            assert bench.engine.take() == [RecomputeSequence(seq_id, FIRST)]
             bench.abort()
         else:
             assert bench.engine.take() == [AbortSequence(seq_id)]
-            assert isinstance(failure(bench), TransferFailed)
+            assert isinstance(bench.failure(), TransferFailed)
         assert "release" in bench.owner.calls
         bench.assert_idle()
 
     run()
+
+
+@virtual_time
+async def test_owner_is_asked_for_its_verdict_again_by_the_same_reader() -> None:
+    bench, seq_id = await bench_in_fetch()
+    bench.owner.release_fails_with = WorkerUnavailable("one call is lost")
+    bench.reader.end()
+    await settle()
+    bench.owner.release_fails_with = None
+    await asyncio.sleep(1)
+    assert bench.engine.take() == [AdmitSequence(seq_id, FIRST)]
+    assert len(bench.owner.readers) == 2
+    assert len(set(bench.owner.readers)) == 1
+    bench.session.end()
+    bench.assert_idle()
 
 
 @pytest.mark.parametrize("policy", OnKvFailure)
@@ -226,8 +224,10 @@ def test_read_that_cannot_be_started_follows_the_policy_and_gives_the_ticket_bac
         seq_id = bench.reserved()
         bench.allocate(seq_id)
         await settle()
-        kind = RecomputeSequence if policy is OnKvFailure.RECOMPUTE else AbortSequence
-        assert bench.engine.take() == [kind(seq_id)]
+        command = (
+            RecomputeSequence(seq_id, FIRST) if policy is OnKvFailure.RECOMPUTE else AbortSequence(seq_id)
+        )
+        assert bench.engine.take() == [command]
         assert bench.owner.calls == ["connect", "release"]
         bench.session.end()
         bench.assert_idle()
@@ -238,21 +238,21 @@ def test_read_that_cannot_be_started_follows_the_policy_and_gives_the_ticket_bac
 @virtual_time
 async def test_unreachable_owner_means_recompute() -> None:
     bench = DecodeBench()
-    bench.owner.fails_with = WorkerUnavailable("connection refused")
+    bench.owner.die()
     bench.submit()
     await settle()
     seq_id = bench.reserved()
     bench.allocate(seq_id)
     await asyncio.sleep(1)
-    assert bench.engine.take() == [RecomputeSequence(seq_id)]
+    assert bench.engine.take() == [RecomputeSequence(seq_id, FIRST)]
     bench.abort()
     bench.assert_idle()
 
 
 async def bench_in_handshake() -> tuple[DecodeBench, SequenceId]:
-    """A session whose only request has its blocks and waits for an owner that does not answer."""
+    """A session whose only request has its blocks and waits for an owner that does not greet."""
     bench = DecodeBench()
-    bench.owner.answers.clear()
+    bench.owner.greets.clear()
     bench.submit()
     await settle()
     seq_id = bench.reserved()
@@ -275,9 +275,9 @@ async def test_dropped_intake_does_not_wait_for_the_handshake() -> None:
 @virtual_time
 async def test_lease_lost_during_the_handshake_recomputes_at_once() -> None:
     bench, seq_id = await bench_in_handshake()
-    bench.owner.is_held = False
-    await asyncio.sleep(LEASE_S / 9)
-    assert bench.engine.take() == [RecomputeSequence(seq_id)]
+    bench.owner.lose()
+    await settle()
+    assert bench.engine.take() == [RecomputeSequence(seq_id, FIRST)]
     bench.abort()
     await settle()
     bench.assert_idle()
@@ -285,9 +285,9 @@ async def test_lease_lost_during_the_handshake_recomputes_at_once() -> None:
 
 
 @virtual_time
-async def test_intakes_of_a_dead_owner_wait_for_one_time_limit_together() -> None:
+async def test_intakes_of_an_owner_that_does_not_greet_wait_for_one_time_limit_together() -> None:
     bench = DecodeBench()
-    bench.owner.answers.clear()
+    bench.owner.greets.clear()
     for name in "abc":
         bench.submit(make_request(name))
     await settle()
@@ -309,7 +309,7 @@ async def test_owner_that_restarted_is_another_owner() -> None:
     await settle()
     bench.allocate(bench.reserved())
     await settle()
-    assert "d0@d-first" in failure(bench).message
+    assert "d0@d-first" in bench.failure().message
     assert bench.reader.connected == []
     bench.assert_idle()
 
@@ -325,7 +325,7 @@ def test_layout_mismatch_fails_whatever_the_policy(policy: OnKvFailure) -> None:
         seq_id = bench.reserved()
         bench.allocate(seq_id)
         await settle()
-        error = failure(bench)
+        error = bench.failure()
         assert isinstance(error, LayoutMismatch)
         assert "'r1' here" in error.message
         assert "'r2' there" in error.message
@@ -337,188 +337,6 @@ def test_layout_mismatch_fails_whatever_the_policy(policy: OnKvFailure) -> None:
 
 
 @virtual_time
-async def test_lease_lost_in_the_queue_recomputes_once_there_are_blocks() -> None:
-    bench = DecodeBench()
-    bench.owner.is_held = False
-    bench.submit()
-    await asyncio.sleep(LEASE_S)
-    seq_id = bench.reserved()
-    await asyncio.sleep(60)
-    assert bench.engine.take() == []
-    bench.allocate(seq_id)
-    await settle()
-    assert bench.engine.take() == [RecomputeSequence(seq_id)]
-    assert bench.reader.reads == []
-    bench.abort()
-    await settle()
-    bench.assert_idle()
-
-
-@virtual_time
-async def test_lease_lost_in_the_queue_fails_at_once_when_the_policy_says_so() -> None:
-    bench = DecodeBench(OnKvFailure.FAIL)
-    bench.owner.is_held = False
-    bench.submit()
-    await settle()
-    seq_id = bench.reserved()
-    await asyncio.sleep(LEASE_S)
-    assert bench.engine.take() == [AbortSequence(seq_id)]
-    assert isinstance(failure(bench), LeaseExpired)
-    bench.assert_idle()
-
-
-@virtual_time
-async def test_silent_owner_loses_the_lease_only_after_its_length() -> None:
-    bench = DecodeBench(OnKvFailure.FAIL)
-    bench.owner.fails_with = WorkerUnavailable("no route")
-    bench.submit()
-    await asyncio.sleep(LEASE_S * 0.9)
-    assert not bench.frame().failures
-    await asyncio.sleep(LEASE_S)
-    assert isinstance(failure(bench), LeaseExpired)
-    bench.assert_idle()
-
-
-@virtual_time
-async def test_abort_in_the_queue_frees_blocks_and_ticket() -> None:
-    bench = DecodeBench()
-    bench.submit()
-    await settle()
-    seq_id = bench.reserved()
-    bench.abort()
-    await settle()
-    assert bench.engine.take() == [AbortSequence(seq_id)]
-    assert bench.owner.calls == ["release"]
-    assert not bench.frame().failures
-    bench.assert_idle()
-
-
-@pytest.mark.parametrize("status", [FetchStatus.DONE, FetchStatus.FAILED])
-def test_aborted_fetch_keeps_its_blocks_until_the_read_has_ended(status: FetchStatus) -> None:
-    """A block that is freed while a read lands in it gives the next request foreign KV."""
-
-    @virtual_time
-    async def run() -> None:
-        bench, seq_id = await bench_in_fetch()
-        bench.abort()
-        await asyncio.sleep(20)
-        assert bench.engine.take() == []
-        assert "release" not in bench.owner.calls
-        bench.reader.end(status)
-        await settle()
-        assert bench.engine.take() == [AbortSequence(seq_id)]
-        assert bench.owner.calls[-1] == "release"
-        assert not bench.frame().failures
-        bench.assert_idle()
-
-    run()
-
-
-@virtual_time
-async def test_abort_while_decoding_frees_at_the_next_step() -> None:
-    bench, seq_id = await bench_in_fetch()
-    bench.reader.end()
-    await settle()
-    bench.sample(seq_id, 100)
-    await settle()
-    bench.engine.take()
-    bench.frame()
-    bench.abort()
-    assert bench.engine.take() == [AbortSequence(seq_id)]
-    bench.sample(seq_id, 101)
-    await settle()
-    assert not bench.frame().deltas
-    bench.assert_idle()
-
-
-@virtual_time
-async def test_session_end_drops_every_request_in_whatever_state() -> None:
-    bench, fetching = await bench_in_fetch()
-    bench.submit(make_request("queued"))
-    await settle()
-    queued = bench.reserved()
-    bench.session.end()
-    await settle()
-    assert bench.engine.take() == [AbortSequence(queued)]
-    bench.reader.end()
-    await settle()
-    assert bench.engine.take() == [AbortSequence(fetching)]
-    assert bench.owner.calls.count("release") == 2
-    bench.assert_idle()
-
-
-@virtual_time
-async def test_deadline_is_told_at_once_though_the_read_still_runs() -> None:
-    bench = DecodeBench()
-    bench.submit(make_request(deadline_s=2.0))
-    await settle()
-    seq_id = bench.reserved()
-    bench.allocate(seq_id)
-    await asyncio.sleep(2.1)
-    assert isinstance(failure(bench), DeadlineExceeded)
-    assert bench.engine.take() == []
-    bench.reader.end()
-    await settle()
-    assert bench.engine.take() == [AbortSequence(seq_id)]
-    bench.assert_idle()
-
-
-@virtual_time
-async def test_deadline_ends_a_decoding_request() -> None:
-    bench = DecodeBench()
-    bench.submit(make_request(deadline_s=5.0))
-    await settle()
-    seq_id = bench.reserved()
-    bench.allocate(seq_id)
-    await settle()
-    bench.reader.end()
-    await settle()
-    bench.engine.take()
-    await asyncio.sleep(5.1)
-    assert isinstance(failure(bench), DeadlineExceeded)
-    assert bench.engine.take() == [AbortSequence(seq_id)]
-    bench.assert_idle()
-
-
-@pytest.mark.parametrize("is_aborted", [False, True])
-def test_read_that_never_ends_poisons_the_worker_and_keeps_the_blocks(is_aborted: bool) -> None:
-    @virtual_time
-    async def run() -> None:
-        bench, _ = await bench_in_fetch()
-        if is_aborted:
-            bench.abort()
-        await asyncio.sleep(31)
-        assert bench.engine.take() == []
-        if not is_aborted:
-            assert isinstance(failure(bench), TransferTimeout)
-        with pytest.raises(EngineFault, match="has not ended in 30 s"):
-            bench.health.check()
-        assert bench.reader.connected == ["agent-p-first"]
-        await bench.peers.close()
-        assert bench.reader.connected == ["agent-p-first"]
-        bench.assert_idle()
-
-    run()
-
-
-@virtual_time
-async def test_read_whose_start_hangs_poisons_the_worker_and_keeps_the_blocks() -> None:
-    bench = DecodeBench()
-    with bench.peers.use(P0, "10.0.0.1:5") as peer:
-        await peer.connect()
-    bench.reader.works.clear()
-    bench.submit()
-    await settle()
-    bench.allocate(bench.reserved())
-    await asyncio.sleep(31)
-    assert isinstance(failure(bench), TransferTimeout)
-    assert bench.engine.take() == []
-    with pytest.raises(EngineFault):
-        bench.health.check()
-    bench.assert_idle()
-
-
-@virtual_time
 async def test_engine_that_refuses_the_sequence_gives_the_ticket_back() -> None:
     bench = DecodeBench()
     bench.submit()
@@ -526,7 +344,7 @@ async def test_engine_that_refuses_the_sequence_gives_the_ticket_back() -> None:
     seq_id = bench.reserved()
     bench.engine.emit(SequenceFailed(seq_id, Overloaded("full", retry_after_s=2.0)))
     await settle()
-    error = failure(bench)
+    error = bench.failure()
     assert isinstance(error, Overloaded)
     assert error.retry_after_s == 2.0
     assert bench.owner.calls == ["release"]
@@ -534,27 +352,91 @@ async def test_engine_that_refuses_the_sequence_gives_the_ticket_back() -> None:
 
 
 @virtual_time
-async def test_engine_that_has_just_ended_fails_the_request() -> None:
+async def test_engine_that_has_just_ended_fails_the_request_and_leaves_the_ticket_to_another() -> None:
     bench = DecodeBench()
     bench.engine.refuses_with = WorkerUnavailable("the engine has stopped")
     bench.submit()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
     bench.engine.refuses_with = None
     await settle()
-    bench.engine.take()
-    bench.session.end()
+    assert isinstance(bench.failure(), WorkerUnavailable)
+    assert bench.owner.calls == []
+    bench.assert_idle()
+
+
+CHECKSUMS = (70, 80, 90)
+
+
+@virtual_time
+async def test_blocks_whose_checksums_agree_are_admitted_and_cached_ones_are_not_compared() -> None:
+    bench = DecodeBench(takes_checksums=True)
+    bench.owner.checksums = CHECKSUMS
+    bench.submit()
     await settle()
+    seq_id = bench.reserved()
+    bench.allocate(seq_id, (41, 42, 43), num_cached=4)
+    await settle()
+    bench.reader.end(checksums={1: 80, 2: 90})
+    await settle()
+    assert bench.engine.take() == [AdmitSequence(seq_id, FIRST)]
+    bench.session.end()
+    bench.assert_idle()
+
+
+@pytest.mark.parametrize("checksums", [(70, 81, 90), (), (70, 80)])
+@pytest.mark.parametrize("policy", OnKvFailure)
+def test_flipped_bit_or_missing_checksum_voids_the_kv(
+    policy: OnKvFailure, checksums: tuple[int, ...]
+) -> None:
+    @virtual_time
+    async def run() -> None:
+        bench = DecodeBench(policy, takes_checksums=True)
+        bench.owner.checksums = checksums
+        bench.submit()
+        seq_id = await bench.until_fetching()
+        bench.reader.end(checksums=dict(enumerate(CHECKSUMS)))
+        await settle()
+        if policy is OnKvFailure.RECOMPUTE:
+            assert bench.engine.take() == [RecomputeSequence(seq_id, FIRST)]
+        else:
+            assert bench.engine.take() == [AbortSequence(seq_id)]
+            error = bench.failure()
+            assert isinstance(error, TransferFailed)
+            assert "checksum" in error.message
+        assert bench.owner.calls.count("release") == 1
+        bench.session.end()
+        bench.assert_idle()
+
+    run()
+
+
+@virtual_time
+async def test_owner_that_computes_no_checksums_is_no_match_for_a_reader_that_wants_them() -> None:
+    bench = DecodeBench(takes_checksums=True)
+    bench.owner.release_fails_with = LayoutMismatch("set kv_transfer.checksum alike on all workers")
+    bench.submit()
+    seq_id = await bench.until_fetching()
+    bench.reader.end()
+    await settle()
+    assert isinstance(bench.failure(), LayoutMismatch)
+    assert bench.engine.take() == [AbortSequence(seq_id)]
     bench.assert_idle()
 
 
 @virtual_time
-async def test_refused_request_gives_the_ticket_back() -> None:
-    bench = DecodeBench()
-    bench.refusal = WorkerUnavailable("shutting down")
-    bench.submit()
+async def test_ticket_that_names_too_few_blocks_is_not_read() -> None:
+    bench = DecodeBench(OnKvFailure.FAIL)
+    bench.submit(make_request(), make_ticket(make_request(), block_ids=(7, 8)))
     await settle()
-    assert isinstance(failure(bench), WorkerUnavailable)
-    assert bench.owner.calls == ["release"]
-    assert bench.engine.take() == []
+    seq_id = bench.reserved()
+    bench.allocate(seq_id)
+    await settle()
+    error = bench.failure()
+    assert isinstance(error, TransferFailed)
+    assert "names 2 blocks, not 3" in error.message
+    assert bench.engine.take() == [AbortSequence(seq_id)]
+    assert bench.owner.calls == ["connect", "release"]
     bench.assert_idle()
 
 
@@ -562,8 +444,8 @@ async def test_refused_request_gives_the_ticket_back() -> None:
     ("changes", "words"),
     [
         ({"num_tokens": 9}, "covers 9 tokens"),
-        ({"tokens_ready": 4}, "only 4"),
-        ({"block_ids": (7, 8)}, "names 2 blocks"),
+        ({"tokens_ready": 11}, "11 of the ticket's 10"),
+        ({"lease_s": 0.0}, "lease is 0.0 s"),
     ],
 )
 def test_ticket_that_does_not_fit_the_request_is_refused(changes: dict[str, object], words: str) -> None:
@@ -573,199 +455,10 @@ def test_ticket_that_does_not_fit_the_request_is_refused(changes: dict[str, obje
         request = make_request()
         bench.submit(request, make_ticket(request, **changes))
         await settle()
-        error = failure(bench)
+        error = bench.failure()
         assert isinstance(error, InvalidRequest)
         assert words in error.message
         assert bench.engine.take() == []
-        assert bench.owner.calls == ["release"]
-        bench.assert_idle()
-
-    run()
-
-
-@virtual_time
-async def test_second_request_with_the_same_id_is_refused_and_the_first_goes_on() -> None:
-    bench, _ = await bench_in_fetch()
-    bench.submit()
-    await settle()
-    assert isinstance(failure(bench), InvalidRequest)
-    assert len(bench.session) == 1
-    bench.session.end()
-    bench.reader.end()
-    await settle()
-    bench.assert_idle()
-
-
-@virtual_time
-async def test_fault_fails_all_requests_of_the_session() -> None:
-    bench, _ = await bench_in_fetch()
-    bench.health.on_fault(bench.session.fail_all)
-    bench.engine.fault = EngineFault("broken")
-    bench.link.check()
-    assert isinstance(failure(bench), EngineFault)
-    bench.reader.end()
-    await settle()
-    bench.assert_idle()
-
-
-@virtual_time
-async def test_one_step_of_many_requests_makes_one_frame() -> None:
-    bench = DecodeBench()
-    names = [f"r{i}" for i in range(5)]
-    seq_ids = []
-    for name in names:
-        bench.submit(make_request(name))
-        await settle()
-        seq_ids.append(bench.reserved())
-        bench.allocate(seq_ids[-1])
-        await settle()
-        bench.reader.end()
-        await settle()
-        bench.engine.take()
-    from engine import TokensSampled
-    from protocol.generation import Token
-
-    bench.engine.emit(*[TokensSampled(s, (Token(i),), None, 0) for i, s in enumerate(seq_ids)])
-    await settle()
-    assert [d.request_id for d in bench.frame().deltas] == names
-    bench.session.end()
-    bench.assert_idle()
-
-
-async def bench_of_choices(*first_tokens: int) -> tuple[DecodeBench, SequenceId]:
-    """A session whose only request has choices 1, 2, ... of 5, not allocated yet."""
-    bench = DecodeBench()
-    first = dict(enumerate(first_tokens, start=1))
-    bench.submit(replace(make_request(), n=5), first_tokens=first)
-    await settle()
-    return bench, bench.reserved()
-
-
-def told(bench: DecodeBench) -> list[tuple[int, int, str]]:
-    return [(d.index, d.tokens[0].token_id, d.finish_reason) for d in bench.frame().deltas]
-
-
-@virtual_time
-async def test_choices_share_one_reservation_with_seeds_of_their_own() -> None:
-    bench = DecodeBench()
-    request = make_request(outputs=(5,))
-    sampling = replace(request.sampling, seed=9, prompt_logprobs=2)
-    bench.submit(replace(request, n=5, sampling=sampling), first_tokens={1: 71, 3: 73})
-    await settle()
-    (reserve,) = bench.engine.take()
-    assert isinstance(reserve, ReserveSequence)
-    assert (reserve.index, reserve.output_token_ids) == (1, (5, 71))
-    assert reserve.sampling == replace(sampling, seed=choice_seed(9, 1), prompt_logprobs=None)
-    assert reserve.siblings == (Sibling(3, (5, 73), choice_seed(9, 3)),)
-    bench.abort()
-    await settle()
-    bench.assert_idle()
-
-
-@virtual_time
-async def test_choice_that_goes_on_by_itself_keeps_its_number_and_seed() -> None:
-    bench = DecodeBench()
-    request = make_request(outputs=(5,))
-    sampling = replace(request.sampling, seed=9)
-    bench.submit(replace(request, index=3, sampling=sampling), first_tokens={3: 73})
-    await settle()
-    (reserve,) = bench.engine.take()
-    assert isinstance(reserve, ReserveSequence)
-    assert (reserve.index, reserve.sampling.seed, reserve.siblings) == (3, 9, ())
-    bench.abort()
-    await settle()
-    bench.assert_idle()
-
-
-@virtual_time
-async def test_each_choice_ends_by_itself_and_the_last_one_ends_the_request() -> None:
-    bench, seq_id = await bench_of_choices(71, 72)
-    bench.allocate(seq_id)
-    await settle()
-    bench.reader.end()
-    await settle()
-    assert bench.engine.take() == [AdmitSequence(seq_id)]
-    bench.sample(seq_id, 100, index=1)
-    bench.sample(seq_id, 200, FinishReason.STOP, index=2)
-    await settle()
-    frame = bench.frame()
-    assert [(d.index, d.finish_reason) for d in frame.deltas] == [(1, ""), (2, "stop")]
-    assert [d.HasField("receipt") for d in frame.deltas] == [True, False]
-    assert len(bench.session) == 1
-    bench.sample(seq_id, 101, FinishReason.LENGTH, index=1)
-    await settle()
-    assert told(bench) == [(1, 101, "length")]
-    assert bench.engine.take() == []
-    bench.assert_idle()
-
-
-@virtual_time
-async def test_dropped_choice_is_silent_and_the_others_go_on() -> None:
-    bench, seq_id = await bench_of_choices(71, 72, 73)
-    bench.allocate(seq_id)
-    await settle()
-    bench.reader.end()
-    await settle()
-    bench.engine.take()
-    bench.abort_choice(2)
-    bench.abort_choice(2)
-    bench.abort_choice(9)
-    assert bench.engine.take() == [AbortSequence(seq_id, 2)]
-    for index in (1, 2, 3):
-        bench.sample(seq_id, 100 + index, index=index)
-    await settle()
-    assert told(bench) == [(1, 101, ""), (3, 103, "")]
-    bench.abort_choice(1)
-    bench.abort_choice(3)
-    assert bench.engine.take() == [AbortSequence(seq_id, 1), AbortSequence(seq_id)]
-    bench.assert_idle()
-
-
-@pytest.mark.parametrize("is_void", [False, True])
-def test_choice_that_is_dropped_during_the_intake_leaves_when_its_blocks_are_whole(is_void: bool) -> None:
-    """Until then the blocks belong to the read, and the engine may not touch the sequence."""
-
-    @virtual_time
-    async def run() -> None:
-        bench, seq_id = await bench_of_choices(71, 72)
-        bench.allocate(seq_id)
-        await settle()
-        bench.abort_choice(1)
-        await settle()
-        assert bench.engine.take() == []
-        bench.reader.end(FetchStatus.FAILED if is_void else FetchStatus.DONE)
-        await settle()
-        command = RecomputeSequence(seq_id) if is_void else AdmitSequence(seq_id)
-        assert bench.engine.take() == [command, AbortSequence(seq_id, 1)]
-        bench.sample(seq_id, 102, FinishReason.STOP, index=2)
-        await settle()
-        assert told(bench) == [(2, 102, "stop")]
-        bench.assert_idle()
-
-    run()
-
-
-@virtual_time
-async def test_last_choice_dropped_during_the_intake_ends_it() -> None:
-    bench, seq_id = await bench_of_choices(71, 72)
-    bench.abort_choice(1)
-    bench.abort_choice(2)
-    await settle()
-    assert bench.engine.take() == [AbortSequence(seq_id)]
-    assert bench.owner.calls == ["release"]
-    bench.assert_idle()
-
-
-@pytest.mark.parametrize("first_tokens", [{}, {5: 70}, {2: 72, 1: 71}, {0: 70, 7: 77}])
-def test_first_tokens_that_do_not_fit_the_request_are_refused(first_tokens: dict[int, int]) -> None:
-    @virtual_time
-    async def run() -> None:
-        bench = DecodeBench()
-        bench.submit(replace(make_request(), n=5), first_tokens=first_tokens)
-        await settle()
-        error = failure(bench)
-        assert isinstance(error, InvalidRequest)
-        assert "first tokens" in error.message
         assert bench.owner.calls == ["release"]
         bench.assert_idle()
 

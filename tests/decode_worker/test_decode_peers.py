@@ -135,7 +135,7 @@ async def test_stale_connection_is_renewed_once_no_read_is_pending() -> None:
 async def test_mismatching_owner_is_never_connected() -> None:
     bench = Bench()
     record = bench.record(P0)
-    bench.owner(P0).fingerprint = replace(FINGERPRINT, dtype="bfloat16")
+    bench.owner(P0).fingerprint = replace(FINGERPRINT, revision="r2")
     await bench.peers.refresh([record])
     assert bench.reader.connected == []
     assert bench.peers.num_connected == 0
@@ -213,7 +213,7 @@ async def test_handshake_goes_on_for_the_others_when_one_stops_waiting() -> None
 async def test_dead_owner_does_not_hold_up_the_connection_to_a_new_one() -> None:
     bench = Bench()
     dead, alive = bench.record(P0), bench.record(P0_AGAIN)
-    bench.owner(P0).answers.clear()
+    bench.owner(P0).greets.clear()
     await asyncio.wait_for(bench.peers.refresh([dead]), timeout=2)
     await asyncio.wait_for(bench.peers.refresh([dead, alive]), timeout=2)
     assert bench.reader.connected == ["agent-p-second"]

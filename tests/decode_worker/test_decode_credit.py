@@ -1,0 +1,70 @@
+"""What routers may hand over: free blocks, less what is promised and kept, shared among them."""
+
+from __future__ import annotations
+
+import pytest
+
+from decode_worker.credit import CreditBook, blocks_needed
+from protocol.ids import SequenceId
+
+A, B, C = (SequenceId(name) for name in "abc")
+
+
+def book(num_sessions: int = 1, reserve: float = 0.0) -> CreditBook:
+    credit = CreditBook(reserve)
+    credit.num_sessions = num_sessions
+    return credit
+
+
+@pytest.mark.parametrize("num_sessions", [0, 1, 7])
+def test_empty_worker_grants_its_whole_pool_to_everyone(num_sessions: int) -> None:
+    assert book(num_sessions, reserve=0.5).blocks(3, 100) == 100
+
+
+def test_promised_blocks_are_not_granted_again_until_they_are_allocated_and_counted() -> None:
+    credit = book()
+    credit.accept(A, 30)
+    assert credit.blocks(100, 100) == 70
+    credit.accept(B, 50)
+    assert credit.blocks(100, 100) == 20
+    credit.allocated(A)
+    assert credit.blocks(70, 100) == 20
+    credit.allocated(B)
+    assert credit.blocks(20, 100) == 20
+    credit.end(A)
+    assert credit.blocks(50, 100) == 50
+
+
+def test_request_that_ends_before_it_has_blocks_takes_its_promise_along() -> None:
+    credit = book()
+    credit.accept(A, 30)
+    credit.accept(B, 1)
+    credit.end(A)
+    credit.end(A)
+    credit.allocated(A)
+    assert (credit.num_promised_blocks, credit.num_accepted) == (1, 1)
+    assert credit.blocks(100, 100) == 99
+
+
+def test_reserve_is_kept_for_those_that_run() -> None:
+    credit = book(reserve=0.05)
+    credit.accept(A, 10)
+    assert credit.blocks(100, 100) == 85
+    assert credit.blocks(12, 100) == 0
+
+
+def test_routers_share_what_is_left_and_never_owe_anything() -> None:
+    credit = book(num_sessions=3)
+    credit.accept(A, 10)
+    assert credit.blocks(100, 100) == 30
+    credit.accept(B, 500)
+    assert credit.blocks(100, 100) == 0
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_choices", "num_blocks"), [(10, 1, 3), (11, 1, 3), (12, 1, 4), (12, 3, 6), (1, 1, 1)]
+)
+def test_first_tokens_and_copies_for_choices_need_blocks_too(
+    num_tokens: int, num_choices: int, num_blocks: int
+) -> None:
+    assert blocks_needed(num_tokens, num_choices, block_size=4) == num_blocks
