@@ -19,7 +19,9 @@ from cluster.model_length import max_model_len
 from engine.model.config import ModelConfig
 from engine.weights import ModelFolder, Progress, demo_model_path, resolve_model
 from kv_transfer import (
+    LayoutReader,
     LoopbackNetwork,
+    PoolMemory,
     agent_name,
     block_checksums,
     create_transport,
@@ -60,13 +62,14 @@ def build_prefill_worker(
 
     identity = _new_identity(replica_name)
     parts = build_engine(config, config.prefill, open_model(config))
+    checksum = _checksum(config, parts)
     return PrefillWorker(
         profile=_profile(identity, parts, token),
         make_engine=partial(parts.make_thread, "prefill-engine"),
-        transport=_transport(config, parts, identity, network),
+        transport=_transport(config, identity, network, parts.pool_memory),
         directory=directory,
         config=PrefillWorkerConfig(lease_s=config.kv_transfer.lease_s),
-        checksum=_checksum(config, parts),
+        checksum=partial(checksum, parts.pool_memory) if checksum else None,
     )
 
 
@@ -90,13 +93,17 @@ def build_decode_worker(
     return DecodeWorker(
         profile=_profile(identity, parts, token),
         make_engine=partial(parts.make_thread, "decode-engine"),
-        transport=_transport(config, parts, identity, network),
+        reader=LayoutReader(
+            parts.pool_memory,
+            parts.fingerprint,
+            partial(_transport, config, identity, network),
+            checksum=_checksum(config, parts),
+        ),
         directory=directory,
         config=DecodeWorkerConfig(
             on_kv_failure=OnKvFailure(config.kv_transfer.on_failure),
             fetch_limit_s=config.kv_transfer.fetch_timeout_s,
         ),
-        checksum=_checksum(config, parts),
     )
 
 
@@ -145,18 +152,24 @@ def _new_identity(replica_name: str) -> WorkerIdentity:
 
 
 def _transport(
-    config: ClusterConfig, parts: EngineParts, identity: WorkerIdentity, network: LoopbackNetwork | None
+    config: ClusterConfig,
+    identity: WorkerIdentity,
+    network: LoopbackNetwork | None,
+    memory: PoolMemory,
+    serial: int = 0,
 ) -> KvTransport:
-    agent = agent_name(identity, rank=0)
-    return create_transport(config.kv_transfer.transport, parts.pool_memory, agent, network=network)
+    agent = agent_name(identity, rank=0, serial=serial)
+    return create_transport(config.kv_transfer.transport, memory, agent, network=network)
 
 
-def _checksum(config: ClusterConfig, parts: EngineParts) -> Callable[[Sequence[BlockId]], list[int]] | None:
-    """What blocks of the pool hold, where it is to be compared. Raises `StartupError`."""
+def _checksum(
+    config: ClusterConfig, parts: EngineParts
+) -> Callable[[PoolMemory, Sequence[BlockId]], list[int]] | None:
+    """How blocks are compared with their owners', where they are. Raises `StartupError`."""
     if not config.kv_transfer.checksum:
         return None
     require_checksums(parts.pool_memory)
-    return partial(block_checksums, parts.pool_memory)
+    return block_checksums
 
 
 def read_api_key(config: ClusterConfig) -> str | None:

@@ -23,7 +23,7 @@ from cluster.environment import override
 from cluster.grpc_directory import GrpcDirectory, serve_directory
 from cluster.idleness import assert_worker_idle
 from cluster.process_spec import ProcessSpec
-from protocol.errors import SplitserveError, StartupError
+from protocol.errors import SplitserveError
 from protocol.ids import Role
 from protocol.membership import WorkerRecord
 from protocol.ports import Directory
@@ -137,7 +137,7 @@ def run_process(spec: ProcessSpec) -> int:
     _set_up(spec)
     try:
         return asyncio.run(_live(spec))
-    except SplitserveError:
+    except Exception:  # into its log, whatever it is; the code tells whoever waits for the process
         logger.exception("ended")
         return 1
 
@@ -149,11 +149,11 @@ async def _live(spec: ProcessSpec) -> int:
     try:
         inmate = DirectoryInmate(spec) if spec.role is None else WorkerInmate(spec)
         _say(writer, ready=await inmate.start())
-    except StartupError as error:
-        logger.exception("cannot start")
-        _say(writer, failed=error.message)
+    except Exception as error:
+        known = isinstance(error, SplitserveError)
+        _say(writer, failed=str(error) if known else f"{type(error).__name__}: {error}")
         await writer.drain()
-        return 1
+        raise
     await _answer(reader, writer, inmate)
     await inmate.stop()
     return 0

@@ -11,7 +11,6 @@ import gc
 import os
 import signal
 import sys
-import traceback
 
 from cluster.process_main import die_with_parent, run_process
 from cluster.process_spec import ProcessSpec
@@ -46,9 +45,6 @@ def _be_child(spec: ProcessSpec, parent_pid: int) -> None:
         die_with_parent(parent_pid)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         code = run_process(spec)
-    except BaseException:
-        traceback.print_exc()  # into its log
-        raise
     finally:
         os._exit(code)
 

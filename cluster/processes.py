@@ -57,8 +57,8 @@ __all__ = ["DIRECTORY", "Place", "ProcessCluster", "ProcessRecord"]
 
 DIRECTORY = "directory"
 LOOPBACK = "127.0.0.1"
-START_TIMEOUT_S = 60.0
-READY_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 180.0
+READY_TIMEOUT_S = 200.0
 ASK_TIMEOUT_S = 5.0
 POLL_S = 0.02
 ON_LOOPBACK = {"UCX_NET_DEVICES": "lo"}
