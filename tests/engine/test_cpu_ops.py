@@ -146,6 +146,26 @@ def test_neighbours_and_threads_change_no_bit_of_attention(
         assert torch.equal(scene.attend(variant_ops(variant, dtype, num_threads=1), [part])[0], output)
 
 
+@pytest.mark.parametrize("window", [None, 300])
+def test_cutting_a_long_sequence_between_threads_changes_no_bit(
+    request: pytest.FixtureRequest, ops: CpuOps, dtype: torch.dtype, window: int | None
+) -> None:
+    """A lone decode is cut into spans of keys when there are threads for them, many are not."""
+    variant = request.node.callspec.params["ops"]
+    scene = Scene([1100, 513], SHAPES[0], dtype)
+    scene.write_all(ops)
+    (expected, _) = scene.attend(
+        variant_ops(variant, dtype, num_threads=1), [(0, 1096, 1100), (1, 0, 513)], window
+    )
+    torch.testing.assert_close(
+        expected.double(), scene.expected(0, window)[1096:], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+    )
+    for num_threads in (1, 2, 5):
+        made = variant_ops(variant, dtype, num_threads=num_threads)
+        for parts in ([(0, 1096, 1100)], [(0, p, p + 1) for p in range(1096, 1100)] * 3):
+            assert torch.equal(torch.cat(scene.attend(made, parts, window))[:4], expected)
+
+
 def test_rows_of_padding_yield_zeros_and_cost_nothing_else(ops: CpuOps, dtype: torch.dtype) -> None:
     scene = Scene([40], SHAPES[0], dtype)
     scene.write_all(ops)

@@ -138,14 +138,16 @@ void linear(Pool& pool, const LinearArgs& a) {
         // Memory is kept busy while tiles compute: a lone one looks AHEAD_BYTES forward, which soon is the next panel;
         // several that share a panel fetch the next one whole, each its part.
         int64_t num_tiles = ceil_div(rows, MAX_ROWS), share = PANEL * 4 / num_tiles;
-        const char* ahead = reinterpret_cast<const char*>(panels);
-        ahead += num_tiles == 1 ? AHEAD_BYTES : PANEL * 4 * num_steps;
+        const char* first_ahead = reinterpret_cast<const char*>(panels);
+        first_ahead += num_tiles == 1 ? AHEAD_BYTES : PANEL * 4 * num_steps;
         split_rows(rows, [&](int64_t i, int tile_rows) {
+          const void* ahead[MOST_AT_ONCE];
+          for (int j = 0; j < MOST_AT_ONCE; j++) ahead[j] = first_ahead + j * PANEL * 4 * num_steps;
           tiles<Op>(tile_rows, count,
                     {left + i * left_stride, left_stride, panels, PANEL * num_steps, num_steps, sums, count * PANEL,
                      nullptr, ahead, share});
           finish<T>(a, sums, first + i, tile_rows, p, count);
-          ahead += share * num_steps;
+          first_ahead += share * num_steps;
         });
       }
     }

@@ -31,6 +31,10 @@ class Pool {
 
   int num_threads() const { return num_threads_; }
 
+  // Memory for what the threads of a job tell each other; good until the next call.
+  template <class T>
+  T* shared(int64_t bytes) { return reinterpret_cast<T*>(shared_.reserve(bytes)); }
+
   // Units of one job that are still to do; each goes to one thread.
   class Units {
    public:
@@ -119,6 +123,7 @@ class Pool {
   const int num_threads_;
   std::thread* team_;
   Arena* arenas_;
+  Arena shared_;
   std::mutex entry_, sleep_;
   std::condition_variable wake_;
   std::atomic<int> num_asleep_{0};

@@ -67,7 +67,7 @@ struct OperandOf<bf16> {
 };
 
 // out = left @ right, or out * carry[row] + left @ right where `carry` is given. Strides in elements.
-// Meanwhile it asks for the memory at `ahead` (and the same for each further panel), `ahead_step` bytes on per step.
+// Meanwhile panel p asks for the memory at ahead[p], LINES lines per step, `ahead_step` bytes further each time.
 template <class Op>
 struct Product {
   const typename Op::Left* left;
@@ -77,19 +77,23 @@ struct Product {
   float* out;
   int64_t out_stride;
   const float* carry;
-  const char* ahead;
+  const void* const* ahead;
   int64_t ahead_step;
 };
+
+constexpr int LINES = PANEL * 4 / 64;  // cache lines of a panel's step
 
 // A left row advances by PARTS, a panel by PANEL, in each step.
 template <class Op, int ROWS, int PANELS>
 void tile(const Product<Op>& product, int64_t first_panel) {
-  constexpr int WIDTH = 2 * PANELS, LINES = PANEL * 4 / 64;  // of a step: vectors, and cache lines of a panel
+  constexpr int WIDTH = 2 * PANELS;
   const auto [lefts, left_stride, panels, panel_stride, num_steps, outs, out_stride, carry, aheads, ahead_step] =
       product;
   const typename Op::Right* panel = panels + first_panel * panel_stride;
   const typename Op::Left* row = lefts;
-  const char* ahead = aheads;
+  const char* ahead[PANELS];
+#pragma GCC unroll 4
+  for (int j = 0; j < PANELS; j++) ahead[j] = static_cast<const char*>(aheads[first_panel + j]);
   float* out = outs + first_panel * PANEL;
   Floats acc[ROWS][WIDTH];
 #pragma GCC unroll 12
@@ -99,8 +103,7 @@ void tile(const Product<Op>& product, int64_t first_panel) {
       acc[i][j] = carry ? load(out + i * out_stride + j * LANES) * splat(carry[i]) : Floats{};
   for (int64_t step = 0; step < num_steps; step++) {
 #pragma GCC unroll 8
-    for (int j = 0; j < PANELS * LINES; j++)
-      _mm_prefetch(ahead + j / LINES * panel_stride * 4 + j % LINES * 64, _MM_HINT_T1);
+    for (int j = 0; j < PANELS * LINES; j++) _mm_prefetch(ahead[j / LINES] + j % LINES * 64, _MM_HINT_T1);
 #pragma GCC unroll 2
     for (int part = 0; part < Op::PARTS; part++) {
       // The shorter side stays in registers, the longer one passes through.
@@ -128,7 +131,8 @@ void tile(const Product<Op>& product, int64_t first_panel) {
     }
     row += Op::PARTS;
     panel += PANEL;
-    ahead += ahead_step;
+#pragma GCC unroll 4
+    for (int j = 0; j < PANELS; j++) ahead[j] += ahead_step;
   }
 #pragma GCC unroll 12
   for (int i = 0; i < ROWS; i++)
@@ -138,7 +142,8 @@ void tile(const Product<Op>& product, int64_t first_panel) {
 
 // Few rows have few chains of multiply-adds: they take several panels at once to keep the units busy.
 constexpr int FEW_ROWS = LANES == 16 ? 6 : 2;  // for which two panels' accumulators fit the registers
-constexpr int panels_at_once(int64_t rows) { return rows == 1 ? 4 : rows <= FEW_ROWS ? 2 : 1; }
+constexpr int MOST_AT_ONCE = 4;
+constexpr int panels_at_once(int64_t rows) { return rows == 1 ? MOST_AT_ONCE : rows <= FEW_ROWS ? 2 : 1; }
 
 // tile() for run-time sizes: `rows` <= MAX_ROWS, any number of adjacent panels.
 template <class Op, int ROWS = MAX_ROWS>

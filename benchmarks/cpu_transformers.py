@@ -1,0 +1,93 @@
+"""The same steps by transformers' `generate`, with the attention that is faster here."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from cpu_engine import CONTEXT, VOCABULARY
+
+from protocol.ports import Clock
+
+NUM_STEPS = 4
+"""Decode steps of one call; the first one, which also takes the prompt in, does not count."""
+ATTENTIONS = ("eager", "sdpa")
+
+
+class Peer:
+    """One loaded transformers model."""
+
+    def __init__(
+        self, folder: Path, attention: str, clock: Clock, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._clock = clock
+
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=attention
+        ).eval()
+        self._dtype = dtype
+
+    def prefill_s(self, length: int) -> float:
+        """Seconds until the first token of one prompt."""
+        (stamp_s,) = self._stamps(_prompts(1, length), None, 1)
+        return stamp_s
+
+    def decode_s(self, batch: int) -> list[float]:
+        """Seconds of each of a few steps at the context. All but one of its tokens are in the cache."""
+        stamps = self._stamps(_prompts(batch, CONTEXT), self._cache(batch), NUM_STEPS + 1)
+        return [later - earlier for earlier, later in itertools.pairwise(stamps)]
+
+    def _stamps(self, prompts: torch.Tensor, cache: object, num_tokens: int) -> list[float]:
+        """When each token was there, in seconds since the call."""
+        from transformers import StoppingCriteriaList
+
+        stamps: list[float] = []
+        started_s = self._clock()
+
+        def note(input_ids: torch.Tensor, scores: object, **others: object) -> torch.Tensor:
+            stamps.append(self._clock() - started_s)
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+        self._model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            past_key_values=cache,
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            stopping_criteria=StoppingCriteriaList([note]),
+        )
+        return stamps
+
+    def _cache(self, batch: int) -> object:
+        from transformers import DynamicCache
+
+        config = self._model.config
+        head_dim = config.hidden_size // config.num_attention_heads
+        shape = (batch, config.num_key_value_heads, CONTEXT - 1, head_dim)
+        cache = DynamicCache(config=config)
+        for layer in range(config.num_hidden_layers):
+            keys, values = torch.randn(2, *shape).mul_(0.5).to(self._dtype)
+            cache.update(keys, values, layer)
+        return cache
+
+
+def _prompts(batch: int, length: int) -> torch.Tensor:
+    return torch.tensor([random.Random(i).choices(VOCABULARY, k=length) for i in range(batch)])
+
+
+def fastest(folder: Path, clock: Clock, measure: Callable[[Peer], float]) -> Peer:
+    """The peer with the attention that takes less time, by one try each after a first one."""
+
+    def tried_s(peer: Peer) -> float:
+        measure(peer)
+        return measure(peer)
+
+    return min((Peer(folder, attention, clock) for attention in ATTENTIONS), key=tried_s)
