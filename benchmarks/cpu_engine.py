@@ -27,6 +27,7 @@ from engine import (
 )
 from engine.kv_cache import KvCache
 from engine.model import DecoderModel, HiddenState, ModelConfig
+from engine.model.weights import pack_weights
 from engine.ops import Ops, StepAttention
 from engine.ops.cpu import CpuOps
 from engine.plan import Slice
@@ -96,7 +97,8 @@ class DemoModel:
         self.config = ModelConfig.from_hf(folder.config)
         self.ops = ops
         max_len = CONTEXT + MAX_STEPS + BLOCK_SIZE
-        weights = load_weights(folder, torch.bfloat16)
+        checkpoint = load_weights(folder, torch.bfloat16)
+        weights = pack_weights(self.config, checkpoint, ops, CPU, torch.bfloat16)
         self.model = TimedModel(
             self.config, weights, ops, device=CPU, dtype=torch.bfloat16, max_model_len=max_len
         )

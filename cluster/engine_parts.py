@@ -25,7 +25,7 @@ from engine.model.config import ModelConfig
 from engine.model.decoder import DecoderModel
 from engine.ops import choose_ops
 from engine.runner import ModelRunner
-from engine.weights import ModelFolder, Progress, load_weights
+from engine.weights import ModelFolder, Progress, load_packed
 from kv_transfer import PoolMemory
 from protocol.errors import StartupError
 from protocol.handoff import Fingerprint
@@ -72,13 +72,21 @@ def build_engine(
     length = max_model_len(config, model_config)
     device = select_device("auto" if pool.num_gpus else "cpu")
     dtype = select_dtype(config.dtype, device)
-    weights = load_weights(folder, dtype, progress=progress)
     ops = choose_ops(
         device,
         dtype,
         head_dim=model_config.head_dim,
         num_threads=num_threads,
         cache_dir=config.cache_dir.expanduser() / "cpu-ops",
+    )
+    weights = load_packed(
+        folder,
+        model_config,
+        ops,
+        device=device,
+        dtype=dtype,
+        cache_dir=config.cache_dir.expanduser() / "packed",
+        progress=progress,
     )
     model = DecoderModel(model_config, weights, ops, device=device, dtype=dtype, max_model_len=length)
     kv_cache = _lay_out_cache(config, pool, model)

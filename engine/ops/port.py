@@ -66,6 +66,10 @@ class Ops(Protocol):
     """The arithmetic of a decoder. Stateless but for scratch memory; used by one thread."""
 
     @property
+    def packing(self) -> str | None:
+        """Names the format of what is packed, so that it can be kept; None: it is no plain memory."""
+
+    @property
     def row_multiple(self) -> int:
         """Callers pad the rows they pass to `linear` and `logits` to a multiple of this."""
 

@@ -18,6 +18,8 @@ from engine.ops.torch_attention import TorchAttention
 class TorchOps:
     """Implements `Ops` on any device. With oneDNN where it can run, else with `F.linear`."""
 
+    packing = None
+
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._uses_onednn = _onednn_can_run(device, dtype)
         self._head_dtype = torch.float32 if device.type == "cpu" else dtype

@@ -1,13 +1,15 @@
 """Where weights come from: finding a model, converting GGUF, reading safetensors.
 
-    spec --resolve_model--> ModelFolder --load_weights--> {Hugging Face name: tensor}
+    spec --resolve_model--> ModelFolder --load_packed--> ModelWeights
+                                 \\--load_weights--> {Hugging Face name: tensor}
 
-Imports no torch by itself; `load_weights` does.
+Imports no torch by itself; the two that load do.
 """
 
 from engine.weights.demo import demo_model_path
 from engine.weights.folder import ModelFolder
 from engine.weights.load import load_weights
+from engine.weights.packed import load_packed
 from engine.weights.progress import Progress, SilentProgress, console_progress
 from engine.weights.resolve import resolve_model
 
@@ -17,6 +19,7 @@ __all__ = [
     "SilentProgress",
     "console_progress",
     "demo_model_path",
+    "load_packed",
     "load_weights",
     "resolve_model",
 ]

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import shutil
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine.weights.cache_files import locked, sync
 from engine.weights.gguf_config import generation_config, hf_config
 from engine.weights.gguf_file import GgufFile, read_gguf
 from engine.weights.gguf_tensors import write_safetensors, written_bytes
 from engine.weights.gguf_tokenizer import build_tokenizer, tokenizer_config
 from engine.weights.progress import Progress, tracked
 from protocol.errors import StartupError
-from protocol.ports import Clock
 
 CONVERTER_VERSION = 1
 """Raised with every change of what a conversion writes, so that older copies are not used."""
 _ENDS_BYTES = 1 << 20
-_LOCK_WAIT_S = 3600.0
-_LOCK_POLL_S = 0.1
 
 
 def converted_folder(gguf: Path, cache_dir: Path, progress: Progress | None = None) -> Path:
@@ -41,7 +35,7 @@ def converted_folder(gguf: Path, cache_dir: Path, progress: Progress | None = No
         return target
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with _locked(cache_dir / f".{target.name}.lock"):
+        with locked(cache_dir / f".{target.name}.lock"):
             if not target.is_dir():
                 _publish(target, lambda folder: _convert(gguf, folder, progress))
     except OSError as error:
@@ -62,26 +56,6 @@ def _file_digest(file: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-@contextmanager
-def _locked(file: Path, *, clock: Clock = time.monotonic) -> Iterator[None]:
-    """Hold the lock; raises `StartupError` when another process keeps it for too long."""
-    deadline_s = clock() + _LOCK_WAIT_S
-    with file.open("w") as stream:
-        while not _try_lock(stream.fileno()):
-            if clock() > deadline_s:
-                raise StartupError(f"another process holds {file} for {_LOCK_WAIT_S:.0f} s: end it")
-            time.sleep(_LOCK_POLL_S)
-        yield
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _publish(target: Path, build: Callable[[Path], None]) -> None:
     """Let `build` fill a folder and give it its name when all is on disk. Under the target's lock."""
     partial = target.with_name(f".{target.name}.partial")
@@ -90,20 +64,12 @@ def _publish(target: Path, build: Callable[[Path], None]) -> None:
     try:
         build(partial)
         for file in (*partial.iterdir(), partial):
-            _sync(file)
+            sync(file)
         partial.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def _sync(file: Path) -> None:
-    fd = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _convert(path: Path, folder: Path, progress: Progress | None) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import CPU, KINDS, BlockDealer, Twins, generate, make_prompt, make_twins, reference_greedy
 
-from engine.model import DecoderModel
+from engine.model.weights import pack_weights
 from engine.ops import TorchOps
 from engine.plan import Slice
 from engine.runner import make_layout
@@ -90,7 +90,7 @@ def test_missing_and_misshapen_weights_are_named() -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     absent = {key: value for key, value in weights.items() if key != name}
     with pytest.raises(StartupError, match=f"lacks the weight '{name}'"):
-        DecoderModel(twins.config, absent, ops, device=CPU, dtype=torch.float32)
+        pack_weights(twins.config, absent, ops, CPU, torch.float32)
     misshapen = {**weights, name: torch.zeros(3, 3)}
     with pytest.raises(StartupError, match=f"'{name}' is"):
-        DecoderModel(twins.config, misshapen, ops, device=CPU, dtype=torch.float32)
+        pack_weights(twins.config, misshapen, ops, CPU, torch.float32)

@@ -11,6 +11,7 @@ import torch
 
 from engine.kv_cache import KvCache
 from engine.model import DecoderModel, ModelConfig
+from engine.model.weights import pack_weights
 from engine.ops import Ops, TorchOps
 from engine.plan import Slice, StepPlan
 from engine.runner import ModelRunner
@@ -124,7 +125,13 @@ def make_twins(
         {**json.loads(reference.config.to_json_string()), "architectures": [type(reference).__name__]}
     )
     ops = ops or TorchOps(CPU, dtype)
-    model = DecoderModel(config, reference.state_dict(), ops, device=CPU, dtype=dtype)
+    model = DecoderModel(
+        config,
+        pack_weights(config, reference.state_dict(), ops, CPU, dtype),
+        ops,
+        device=CPU,
+        dtype=dtype,
+    )
     return Twins(reference, config, model)
 
 

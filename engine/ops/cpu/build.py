@@ -68,6 +68,11 @@ def build_for(
     return library
 
 
+def instruction_set_of(library: Path) -> str:
+    """The name of the instruction set that a library was built for."""
+    return library.stem.removeprefix("cpu-ops-").rpartition("-")[0]
+
+
 def _fingerprint(compiler: Path, flags: tuple[str, ...]) -> str:
     digest = hashlib.sha256(_run(compiler, "--version").encode())
     digest.update("\0".join(flags).encode())

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 
+from engine.ops.cpu.build import instruction_set_of
+
 Call = Callable[..., None]
 """Takes the dtype (0: float32, 1: bfloat16) and the fields of the C struct, in order."""
 
@@ -37,6 +39,7 @@ class Library:
         self._functions = ctypes.CDLL(str(path))
         self._arguments = ctypes.create_string_buffer(_ARGS_BYTES)
         self._pool = self._create_pool(num_threads)
+        self.instruction_set = instruction_set_of(path)
         self.panel_columns: int = self._functions.splitserve_panel_columns()
         self.linear = self._call("linear", "@4P5qi")
         self.attention = self._call("attention", "@7P6q6if")

@@ -19,6 +19,8 @@ from engine.ops.port import BatchLayout, Linear, StepAttention
 from protocol.errors import StartupError
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+PACKING_VERSION = 1
+"""Raised with every change of how a matrix is packed: packed weights are kept in files."""
 
 
 class CpuOps:
@@ -28,6 +30,7 @@ class CpuOps:
 
     def __init__(self, library: Library, dtype: torch.dtype) -> None:
         self._library = library
+        self.packing = f"{library.instruction_set}-v{PACKING_VERSION}"
         self._torch_dtype = dtype
         self._dtype = DTYPES[dtype]
 

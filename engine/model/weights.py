@@ -1,0 +1,153 @@
+"""What a model computes with: its weights fused and packed, each part known by a name.
+
+    Hugging Face's tensors --packed_parts--> (name, part), one at a time --assemble--> ModelWeights
+
+Parts come one at a time so that they can be put away before the next one is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from engine.model.config import ModelConfig
+from engine.ops import Linear, Ops
+from protocol.errors import StartupError
+
+Part = torch.Tensor | Linear
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer; what is multiplied by the same input is fused."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    output: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """All of them."""
+
+    embedding: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor
+    head: Linear
+
+
+def packed_parts(
+    config: ModelConfig,
+    checkpoint: Mapping[str, torch.Tensor],
+    ops: Ops,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, Part]]:
+    """Every part of a model under its name, packed by `ops`. `checkpoint` has Hugging Face's names.
+
+    Raises `StartupError` for missing weights and wrong shapes.
+    """
+    reader = _Reader(config, checkpoint, ops, device, dtype)
+    embedding = reader.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+    yield "embedding", embedding
+    for index in range(config.num_layers):
+        for name, part in reader.layer(index):
+            yield f"layers.{index}.{name}", part
+    yield "norm", reader.take("model.norm.weight", config.hidden_size)
+    yield "head", ops.pack_head(embedding if config.tie_word_embeddings else reader.head())
+
+
+def assemble(config: ModelConfig, parts: Mapping[str, Part]) -> ModelWeights:
+    """The model from all of its parts."""
+    names = [field.name for field in fields(LayerWeights)]
+    layers = []
+    for index in range(config.num_layers):
+        found = {name: parts.get(f"layers.{index}.{name}") for name in names}
+        layers.append(LayerWeights(**{name: part for name, part in found.items() if part is not None}))  # type: ignore[arg-type]
+    return ModelWeights(parts["embedding"], tuple(layers), parts["norm"], parts["head"])  # type: ignore[arg-type]
+
+
+def pack_weights(
+    config: ModelConfig,
+    checkpoint: Mapping[str, torch.Tensor],
+    ops: Ops,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> ModelWeights:
+    """The whole model in this process's own memory. As `packed_parts`."""
+    return assemble(config, dict(packed_parts(config, checkpoint, ops, device, dtype)))
+
+
+class _Reader:
+    """Takes weights by name, checks their shapes, and fuses what is multiplied together."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Mapping[str, torch.Tensor],
+        ops: Ops,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._config = config
+        self._checkpoint = checkpoint
+        self._ops = ops
+        self._device = device
+        self._dtype = dtype
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        if name not in self._checkpoint:
+            raise StartupError(f"the checkpoint lacks the weight {name!r}; is it complete?")
+        weight = self._checkpoint[name]
+        if tuple(weight.shape) != shape:
+            raise StartupError(f"the weight {name!r} is {tuple(weight.shape)}; config.json implies {shape}")
+        return weight.to(self._device, self._dtype)
+
+    def head(self) -> torch.Tensor:
+        return self.take("lm_head.weight", self._config.vocab_size, self._config.hidden_size)
+
+    def layer(self, index: int) -> Iterator[tuple[str, Part]]:
+        config = self._config
+        prefix = f"model.layers.{index}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        query_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        hidden, inner = config.hidden_size, config.intermediate_size
+        qkv = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+        gate_up = {"gate_proj": inner, "up_proj": inner}
+        yield "input_norm", self.take(f"{prefix}.input_layernorm.weight", hidden)
+        yield "qkv", self._fuse(attention, qkv, hidden, config.qkv_bias)
+        if config.qk_norm:
+            yield "q_norm", self.take(f"{attention}.q_norm.weight", config.head_dim)
+            yield "k_norm", self.take(f"{attention}.k_norm.weight", config.head_dim)
+        yield "output", self._fuse(attention, {"o_proj": hidden}, query_size, config.output_bias)
+        yield "mlp_norm", self.take(f"{prefix}.post_attention_layernorm.weight", hidden)
+        yield "gate_up", self._fuse(mlp, gate_up, hidden, config.mlp_bias, self._ops.pack_gate_up)
+        yield "down", self._fuse(mlp, {"down_proj": hidden}, inner, config.mlp_bias)
+
+    def _fuse(
+        self,
+        prefix: str,
+        out_sizes: Mapping[str, int],
+        in_size: int,
+        has_bias: bool,
+        pack: Callable[[torch.Tensor, torch.Tensor | None], Linear] | None = None,
+    ) -> Linear:
+        """Stack the named matrices along their outputs and pack them."""
+        pack = pack or self._ops.pack
+        weights = [self.take(f"{prefix}.{name}.weight", size, in_size) for name, size in out_sizes.items()]
+        if not has_bias:
+            return pack(_stack(weights), None)
+        biases = [self.take(f"{prefix}.{name}.bias", size) for name, size in out_sizes.items()]
+        return pack(_stack(weights), _stack(biases))
+
+
+def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
