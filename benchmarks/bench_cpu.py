@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from cpu_engine import CONTEXT, Decoding, DemoModel, Prefilling, StepTime, make_ops
+from cpu_engine import CONTEXT, Decoding, DemoModel, Prefilling, make_ops
 from cpu_limits import Machine, Roofline, build_library, no_math_ops
 from cpu_overhead import frame_s, sampling_figures, text_s
 from cpu_pair import Pair
@@ -49,7 +49,7 @@ class Samples:
     read: list[float] = field(default_factory=list)
     read_scattered: list[float] = field(default_factory=list)
     model_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    engine: dict[str, list[StepTime]] = field(default_factory=lambda: defaultdict(list))
+    engine_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     peer_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def take_limits(self, machine: Machine) -> None:
@@ -60,11 +60,11 @@ class Samples:
 
     def take_steps(self, demo: DemoModel, prefilling: Prefilling, decoding: dict[int, Decoding]) -> None:
         self.model_s["prefill"].append(demo.prefill_s(CONTEXT))
-        self.engine["prefill"].append(prefilling.step(CONTEXT))
+        self.engine_s["prefill"].append(prefilling.step_s(CONTEXT))
         for batch, engine in decoding.items():
             for _ in range(1 + 16 // batch):
                 self.model_s[f"decode_{batch}"].append(demo.decode_s(batch))
-                self.engine[f"decode_{batch}"].append(engine.step())
+                self.engine_s[f"decode_{batch}"].append(engine.step_s())
 
     def take_peer(self, prefill: Peer, decode: Peer) -> None:
         self.peer_s["prefill"].append(prefill.prefill_s(CONTEXT))
@@ -89,18 +89,14 @@ def step_figures(samples: Samples, config: ModelConfig) -> Figures:
         step_s, batch = median(times), 1 if name == "prefill" else int(name.removeprefix("decode_"))
         num_tokens = CONTEXT if name == "prefill" else batch
         least_s = roofline.step_s(num_tokens, batch, [(num_tokens // batch, CONTEXT)] * batch)
-        steps = samples.engine[name]
+        engine_s = median(samples.engine_s[name])
         figures[f"model_{name}"] = num_tokens / step_s, "tokens/s"
         figures[f"model_{name}_step"] = step_s * 1e3, "ms"
         figures[f"model_{name}_step_least"] = min(times) * 1e3, "ms"
         figures[f"model_{name}_of_roofline"] = least_s / step_s, "ratio"
         figures[f"model_{name}_least_of_roofline"] = least_s / min(times), "ratio"
-        figures[f"engine_{name}"] = num_tokens / median(step.whole_s for step in steps), "tokens/s"
-        figures[f"engine_{name}_of_model"] = step_s / median(step.whole_s for step in steps), "ratio"
-        figures[f"engine_{name}_model_share"] = (
-            median(step.model_s / step.whole_s for step in steps),
-            "ratio",
-        )
+        figures[f"engine_{name}"] = num_tokens / engine_s, "tokens/s"
+        figures[f"engine_{name}_of_model"] = step_s / engine_s, "ratio"
     figures["model_decode_16_to_8"] = _step_ratio(samples, 16, 8), "ratio"
     least_16, least_8 = (roofline.step_s(b, b, [(1, CONTEXT)] * b) for b in (16, 8))
     figures["roofline_decode_16_to_8"] = least_16 / least_8, "ratio"
@@ -114,22 +110,21 @@ def _step_ratio(samples: Samples, batch: int, other: int) -> float:
 def peer_figures(samples: Samples) -> Figures:
     figures: Figures = {}
     for name, times in samples.peer_s.items():
-        ours_s = median(step.whole_s for step in samples.engine[name])
+        ours_s = median(samples.engine_s[name])
         figures[f"transformers_{name}_step"] = median(times) * 1e3, "ms"
         figures[f"engine_{name}_of_transformers"] = median(times) / ours_s, "ratio"
     return figures
 
 
-def overhead_figures(samples: Samples, dispatch_s: float, told_s: float) -> Figures:
-    """What of a step of one sequence is no arithmetic. `told_s`: from the token to text in a frame."""
-    steps = samples.engine["decode_1"]
-    engine_s = median(step.whole_s - step.model_s for step in steps)
-    whole_s = median(step.whole_s for step in steps) + told_s
+def overhead_figures(samples: Samples, no_math_s: float, told_s: float) -> Figures:
+    """What of a step of one sequence is no arithmetic. `no_math_s`: the engine's step on ops that do
+    nothing; `told_s`: from the token to text in a frame.
+    """
+    step_s = median(samples.engine_s["decode_1"])
     return {
-        "overhead_1_engine": (engine_s * 1e6, "us"),
-        "overhead_1_calls": (dispatch_s * 1e6, "us"),
+        "overhead_1_engine": (no_math_s * 1e6, "us"),
         "overhead_1_text_and_frame": (told_s * 1e6, "us"),
-        "overhead_1_share": ((engine_s + dispatch_s + told_s) / whole_s, "ratio"),
+        "overhead_1_share": ((no_math_s + told_s) / (step_s + told_s), "ratio"),
     }
 
 
@@ -154,11 +149,11 @@ def measure(threads: int, num_rounds: int, clock: Clock) -> Figures:
             samples.take_limits(machine)
             samples.take_steps(demo, prefilling, decoding)
             samples.take_peer(peer_prefill, peer_decode)
-        empty = DemoModel(folder, no_math_ops(library, threads), 1, clock)
-        dispatch_s = median(empty.decode_s(1) for _ in range(100))
+        empty = Decoding(DemoModel(folder, no_math_ops(library, threads), 1, clock), 1)
+        no_math_s = median(empty.step_s() for _ in range(200))
     figures = limit_figures(samples) | step_figures(samples, config) | peer_figures(samples)
     told_s = text_s(folder.path, clock) + frame_s(clock)
-    figures |= overhead_figures(samples, dispatch_s, told_s)
+    figures |= overhead_figures(samples, no_math_s, told_s)
     return figures | sampling_figures(num_rounds * 5, clock)
 
 

@@ -7,6 +7,7 @@ batch 1 a step's preparation must cost microseconds.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from itertools import islice
 
@@ -17,13 +18,14 @@ import torch
 from engine.host_kv_pool import HostKvPool
 from engine.kv_cache import KvCache
 from engine.model import DecoderModel, HiddenState
+from engine.model.decoding import MAX_SEQUENCES, RecordedDecoding
 from engine.ops import BatchLayout
 from engine.plan import Slice, StepPlan, StepResult
 from engine.sampling import Sampler, are_usable, score_prompts
 from engine.sequence import Sequence
 from protocol.errors import EngineFault
 from protocol.generation import SamplingParams, Token
-from protocol.ids import SequenceId
+from protocol.ids import BlockId, SequenceId
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +33,7 @@ NULL_BLOCK = 0
 
 
 class ModelRunner:
-    """Owns the path from plan to tokens. Used by the engine thread only; keeps nothing between steps."""
+    """Owns the path from plan to tokens. Used by the engine thread only; keeps no state between steps."""
 
     def __init__(
         self,
@@ -45,12 +47,17 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._host_pool = host_pool
         self._sampler = Sampler(eos_token_ids)
+        self._decoding = RecordedDecoding.create(model, kv_cache.blocks)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Move blocks, write the KV of every slice's tokens, and sample and score where it is due."""
         with torch.inference_mode():
             self._move(plan)
-            return self._compute(plan.slices) if plan.slices else StepResult(())
+            if not plan.slices:
+                return StepResult(())
+            if self._decoding is not None and plan.num_decodes == len(plan.slices) <= MAX_SEQUENCES:
+                return self._decode(plan.slices, self._decoding)
+            return self._compute(plan.slices)
 
     def warm_up(self, num_tokens: int = 64) -> None:
         """Run a prefill and a decode into the null block, so that the first request finds all warm."""
@@ -60,12 +67,12 @@ class ModelRunner:
             sampling=SamplingParams(max_tokens=2, temperature=0.8, top_p=0.9),
             token_ids=[0] * num_tokens,
             num_prompt_tokens=num_tokens,
-            block_table=[],
+            block_table=[BlockId(NULL_BLOCK)] * (num_tokens // self._kv_cache.block_size + 1),
         )
         self.execute(StepPlan([Slice(sequence, num_tokens)], num_tokens))
         sequence.num_computed = num_tokens
         sequence.token_ids.append(0)
-        self.execute(StepPlan([Slice(sequence, 1)], 1))
+        self.execute(StepPlan([Slice(sequence, 1)], 1, num_decodes=1))
 
     def _move(self, plan: StepPlan) -> None:
         if plan.swaps_out or plan.swaps_in:
@@ -86,6 +93,21 @@ class ModelRunner:
         last_rows = layout.query_starts[1:] - 1
         due = [position for position, part in enumerate(slices) if part.samples]
         logits = self._logits(hidden, last_rows[due].astype(np.int64))
+        return self._choose(slices, due, logits, scores)
+
+    def _decode(self, slices: Items[Slice], decoding: RecordedDecoding) -> StepResult:
+        """As `_compute`, for slices that are all decodes."""
+        logits = decoding.logits([part.sequence for part in slices])
+        return self._choose(slices, range(len(slices)), logits, {})
+
+    def _choose(
+        self,
+        slices: Items[Slice],
+        due: Items[int],
+        logits: torch.Tensor,
+        scores: Mapping[int, list[Token]],
+    ) -> StepResult:
+        """`logits` [len(due), vocab] of the slices at the positions `due`."""
         sampled = self._sample(logits, [slices[position].sequence for position in due])
         tokens: list[Token | None] = [None] * len(slices)
         siblings: dict[int, Items[Token]] = {}
@@ -114,7 +136,8 @@ class ModelRunner:
 
     def _logits(self, hidden: HiddenState, rows: npt.NDArray[np.int64]) -> torch.Tensor:
         """Float32 logits [len(rows), vocab], contiguous."""
-        padded = np.pad(rows, (0, -len(rows) % self._model.ops.row_multiple))
+        num_missing = -len(rows) % self._model.ops.row_multiple
+        padded = np.pad(rows, (0, num_missing)) if num_missing else rows
         return self._model.logits(hidden, self._to_device(padded))[: len(rows)]
 
     def _to_device(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -122,10 +145,7 @@ class ModelRunner:
 
 
 def make_layout(slices: Items[Slice], block_size: int, row_multiple: int) -> BatchLayout:
-    """Where the tokens of the slices lie; rows are padded to a multiple of `row_multiple`.
-
-    A block table that is too short is continued with the null block (only `warm_up` has such).
-    """
+    """Where the tokens of the slices lie; rows are padded to a multiple of `row_multiple`."""
     starts = np.array([part.sequence.num_computed for part in slices], dtype=np.int64)
     counts = np.array([part.num_tokens for part in slices], dtype=np.int64)
     query_starts = np.zeros(len(slices) + 1, dtype=np.int32)

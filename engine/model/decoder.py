@@ -19,6 +19,15 @@ from engine.ops import Ops, StepAttention
 
 
 @dataclass(frozen=True, slots=True)
+class Embedded:
+    """What the first layer takes; the layers overwrite it."""
+
+    residual: torch.Tensor  # [rows, hidden]
+    cos: torch.Tensor  # [rows, head_dim]
+    sin: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class HiddenState:
     """What the last layer leaves, both [rows, hidden]; the norm and the head come per wanted row."""
 
@@ -57,8 +66,23 @@ class DecoderModel:
         `token_ids` and `positions` are int64 [rows], a multiple of `ops.row_multiple`. Call it under
         `torch.inference_mode`.
         """
-        residual = self._weights.embedding.index_select(0, token_ids)
-        rotation = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        return self.layers(self.embed(token_ids, positions), attention)
+
+    def embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Embedded:
+        return Embedded(
+            self._weights.embedding.index_select(0, token_ids),
+            self._cos.index_select(0, positions),
+            self._sin.index_select(0, positions),
+        )
+
+    def embed_into(self, embedded: Embedded, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        torch.index_select(self._weights.embedding, 0, token_ids, out=embedded.residual)
+        torch.index_select(self._cos, 0, positions, out=embedded.cos)
+        torch.index_select(self._sin, 0, positions, out=embedded.sin)
+
+    def layers(self, embedded: Embedded, attention: StepAttention) -> HiddenState:
+        """Uses nothing but the ops and views, so that it can be recorded."""
+        residual, rotation = embedded.residual, (embedded.cos, embedded.sin)
         delta: torch.Tensor | None = None
         for index, layer in enumerate(self._weights.layers):
             x, residual = self._add_norm(delta, residual, layer.input_norm)
@@ -72,7 +96,11 @@ class DecoderModel:
         if not len(rows):
             return torch.empty(0, self.config.vocab_size, device=self.device)
         delta = None if hidden.delta is None else hidden.delta.index_select(0, rows)
-        x, _ = self._add_norm(delta, hidden.residual.index_select(0, rows), self._weights.norm)
+        return self.all_logits(HiddenState(delta, hidden.residual.index_select(0, rows)))
+
+    def all_logits(self, hidden: HiddenState) -> torch.Tensor:
+        """The float32 logits [rows, vocab] of all rows. Overwrites `hidden`; can be recorded."""
+        x, _ = self._add_norm(hidden.delta, hidden.residual, self._weights.norm)
         return self.ops.logits(x, self._weights.head)
 
     def _add_norm(
@@ -93,16 +121,19 @@ class DecoderModel:
         config, layer = self.config, self._weights.layers[index]
         heads = self.ops.linear(x, layer.qkv).view(x.shape[0], -1, config.head_dim)
         values_start = config.num_heads + config.num_kv_heads
-        rotated = self._normalise_heads(layer, heads[:, :values_start])
-        rotated = self.ops.rope(rotated, *rotation)
+        self._normalise_heads(layer, heads)
+        rotated = self.ops.rope(heads[:, :values_start], *rotation)
         attention.write(index, rotated[:, config.num_heads :], heads[:, values_start:])
         attended = attention.attend(index, rotated[:, : config.num_heads], config.windows[index])
         return self.ops.linear(attended.view(x.shape[0], -1), layer.output)
 
-    def _normalise_heads(self, layer: LayerWeights, queries_keys: torch.Tensor) -> torch.Tensor:
+    def _normalise_heads(self, layer: LayerWeights, heads: torch.Tensor) -> None:
         if layer.q_norm is None or layer.k_norm is None:
-            return queries_keys
-        eps, num_heads = self.config.rms_norm_eps, self.config.num_heads
-        queries = self.ops.rms_norm(queries_keys[:, :num_heads], layer.q_norm, eps)
-        keys = self.ops.rms_norm(queries_keys[:, num_heads:], layer.k_norm, eps)
-        return torch.cat([queries, keys], 1)
+            return
+        eps, num_heads, num_kv_heads = (
+            self.config.rms_norm_eps,
+            self.config.num_heads,
+            self.config.num_kv_heads,
+        )
+        self.ops.rms_norm_(heads[:, :num_heads], layer.q_norm, eps)
+        self.ops.rms_norm_(heads[:, num_heads : num_heads + num_kv_heads], layer.k_norm, eps)

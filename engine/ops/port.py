@@ -6,8 +6,9 @@ row whatever other rows, sequences or chunks share the step. The torch one is th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,15 @@ class BatchLayout:
     @property
     def num_rows(self) -> int:
         return len(self.positions)
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Work that was done once, and can be done again on whatever its inputs hold by then."""
+
+    output: torch.Tensor
+    """What the work returned; overwritten by every `run`."""
+    run: Callable[[], None]
 
 
 class StepAttention(Protocol):
@@ -94,6 +104,9 @@ class Ops(Protocol):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Normalise the last dimension."""
 
+    def rms_norm_(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        """Normalise the last dimension in place; `x` may be a view."""
+
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,4 +119,18 @@ class Ops(Protocol):
         """
 
     def attention(self, layout: BatchLayout, kv_blocks: torch.Tensor) -> StepAttention:
-        """Prepare one step over `kv_blocks` [blocks, layers, 2, kv_heads, block_size, head_dim]."""
+        """Prepare one step over `kv_blocks` [blocks, layers, 2, kv_heads, block_size, head_dim].
+
+        The layout's arrays are read when the step is computed, not here.
+        """
+
+
+@runtime_checkable
+class Recorder(Protocol):
+    """Ops that can repeat what they did without being called one by one."""
+
+    def record(self, work: Callable[[], torch.Tensor]) -> Recording:
+        """Do `work`, which computes with these ops and views alone.
+
+        Its inputs, layouts included, are memory that the caller keeps, and fills anew before each run.
+        """

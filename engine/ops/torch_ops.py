@@ -54,6 +54,9 @@ class TorchOps:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
 
+    def rms_norm_(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        x.copy_(self.rms_norm(x, weight, eps))
+
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
+import numpy as np
 import torch
 
 from engine.sampling.adjustments import adjust
@@ -41,10 +42,7 @@ class Sampler:
             return []
         reports = Reports(logits, sequences)
         adjust(logits, sequences, self._eos_token_ids)
-        token_ids = _argmax(logits)
-        # argmax takes NaN for the greatest, so a NaN anywhere in a row shows in its best.
-        is_usable = torch.isfinite(logits.gather(1, token_ids[:, None]))[:, 0].tolist()
-        chosen: list[int] = token_ids.tolist()
+        chosen, is_usable = _greedy(logits)
         noisy = [i for i, s in enumerate(sequences) if is_usable[i] and not _is_greedy(s.sampling)]
         if noisy:
             # Not `logits[noisy]`: most often that is all rows, and then it would be a needless copy.
@@ -61,11 +59,17 @@ def _is_greedy(params: SamplingParams) -> bool:
     return not params.temperature >= MIN_TEMPERATURE or params.top_k == 1  # NaN is greedy
 
 
-def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The lowest id of the greatest logit; NaN counts as greatest."""
+def _greedy(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
+    """Per row the lowest id of the greatest logit, and whether all is well with the row.
+
+    argmax takes NaN for the greatest, so a NaN anywhere in a row shows in its best.
+    """
     if logits.device.type == "cpu":
-        return torch.from_numpy(logits.numpy().argmax(axis=-1))  # ten times as fast as torch's
-    return logits.argmax(dim=-1)
+        values = logits.numpy()  # ten times as fast as torch
+        best = values.argmax(axis=-1)
+        return best.tolist(), np.isfinite(values[np.arange(len(best)), best]).tolist()
+    token_ids = logits.argmax(dim=-1)
+    return token_ids.tolist(), torch.isfinite(logits.gather(1, token_ids[:, None]))[:, 0].tolist()
 
 
 def _draw(logits: torch.Tensor, sequences: Items[Sequence]) -> list[int]:

@@ -9,6 +9,8 @@ import torch
 from cpp_variants import best_ops
 from tiny_models import BlockDealer, Twins, generate, make_prompt, make_twins, reference_greedy, run_step
 
+from engine.model.decoding import MAX_SEQUENCES
+from engine.plan import Slice, StepPlan
 from protocol.generation import Token
 
 NUM_NEW = 6
@@ -53,6 +55,38 @@ def test_neighbours_change_no_bit(kind: str, dtype: torch.dtype) -> None:
     sequences = [dealer.sequence(prompt, NUM_NEW, logprobs=1000) for prompt in prompts]
     together = generate(twins_of(kind, dtype).new_runner(), sequences, chunk_size=50)
     assert together == [run_alone(kind, dtype, prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_recorded_decodes_give_the_bits_of_others(kind: str, dtype: torch.dtype, count: int) -> None:
+    """Several steps, so that recordings are used again, with other sequences in between."""
+    twins = twins_of(kind, dtype)
+    results: list[list[list[Token | None]]] = []
+    for is_recorded in (True, False):
+        runner, dealer = twins.new_runner(), BlockDealer()
+        sequences = [dealer.sequence(make_prompt(10 + 19 * i), 9, logprobs=1000) for i in range(count)]
+        run_step(runner, [(s, s.num_pending) for s in sequences])
+        tokens = []
+        for step in range(6):
+            due = sequences[: 1 + step % count] if step % 2 else sequences
+            plan = StepPlan([Slice(s, 1) for s in due], len(due), len(due) if is_recorded else 0)
+            tokens.append(list(runner.execute(plan).tokens))
+            for sequence, token in zip(due, tokens[-1], strict=True):
+                assert token is not None
+                sequence.num_computed += 1
+                sequence.token_ids.append(token.token_id)
+        results.append(tokens)
+    assert results[0] == results[1]
+
+
+def test_more_decodes_than_are_recorded_are_computed_all_the_same() -> None:
+    runner, dealer = twins_of("smollm2", torch.float32).new_runner(), BlockDealer()
+    sequences = [dealer.sequence([5 + i], 3) for i in range(MAX_SEQUENCES + 1)]
+    tokens = generate(runner, sequences)
+    assert tokens[0] == generate(runner, [BlockDealer().sequence([5], 3)])[0]
+    assert all(len(row) == 3 for row in tokens)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -160,7 +160,12 @@ class BlockDealer:
 
 def run_step(runner: ModelRunner, parts: Items[tuple[Sequence, int]]) -> list[Token | None]:
     """Execute one step and apply it, as the scheduler would."""
-    plan = StepPlan([Slice(*part) for part in parts], sum(count for _, count in parts))
+    all_decode = all(count == 1 and sequence.num_output_tokens for sequence, count in parts)
+    plan = StepPlan(
+        [Slice(*part) for part in parts],
+        sum(count for _, count in parts),
+        num_decodes=len(parts) if all_decode else 0,
+    )
     tokens = list(runner.execute(plan).tokens)
     for (sequence, count), token in zip(parts, tokens, strict=True):
         sequence.num_computed += count

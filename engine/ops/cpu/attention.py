@@ -51,7 +51,7 @@ class CpuAttention:
 
     def attend(self, layer: int, queries: torch.Tensor, window: int | None) -> torch.Tensor:
         rows, heads, head_dim = queries.shape
-        out = torch.empty(rows, heads, head_dim, dtype=queries.dtype)
+        out = self._library.empty((rows, heads, head_dim), queries.dtype)
         if rows > self._num_queries:
             out[self._num_queries :].zero_()
         key_blocks = self._kv_blocks.data_ptr() + layer * self._layer_bytes

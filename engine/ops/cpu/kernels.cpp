@@ -31,3 +31,13 @@ EXPORT void splitserve_attention(Pool* pool, int32_t dtype, const AttentionArgs*
 EXPORT void splitserve_rms_norm(Pool* pool, int32_t dtype, const NormArgs* a) { BY_DTYPE(rms_norm, *pool, *a); }
 EXPORT void splitserve_rope(Pool* pool, int32_t dtype, const RopeArgs* a) { BY_DTYPE(rope, *pool, *a); }
 EXPORT void splitserve_write_kv(Pool* pool, int32_t dtype, const WriteArgs* a) { BY_DTYPE(write_kv, *pool, *a); }
+
+// Makes calls again that were made before, one after the other: a step costs Python a call, not hundreds.
+struct Call {
+  void (*function)(Pool*, int32_t, const void*);
+  int64_t dtype;
+  const void* args;
+};
+EXPORT void splitserve_replay(Pool* pool, const Call* calls, int64_t num_calls) {
+  for (int64_t i = 0; i < num_calls; i++) calls[i].function(pool, int32_t(calls[i].dtype), calls[i].args);
+}

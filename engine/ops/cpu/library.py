@@ -9,11 +9,15 @@ from __future__ import annotations
 import ctypes
 import struct
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 
+import torch
+
 from engine.ops.cpu.build import instruction_set_of
+from engine.ops.cpu.tape import Tape, Workspace
 
 Call = Callable[..., None]
 """Takes the dtype (0: float32, 1: bfloat16) and the fields of the C struct, in order."""
@@ -39,6 +43,8 @@ class Library:
         self._functions = ctypes.CDLL(str(path))
         self._arguments = ctypes.create_string_buffer(_ARGS_BYTES)
         self._pool = self._create_pool(num_threads)
+        self._tapes: list[Tape] = []  # the one that records, if any
+        self._workspace = Workspace()
         self.instruction_set = instruction_set_of(path)
         self.panel_columns: int = self._functions.splitserve_panel_columns()
         self.linear = self._call("linear", "@4P5qi")
@@ -47,6 +53,23 @@ class Library:
         self.rope = self._call("rope", "@3P6q")
         self.write_kv = self._call("write_kv", "@5P9q")
         self.pack = self._call("pack", "@2P3qP")
+
+    @contextmanager
+    def recording(self) -> Iterator[Tape]:
+        """Every call that is made meanwhile, and every tensor of `empty`, is on the tape, too."""
+        replay, pool = self._functions.splitserve_replay, self._pool
+        replay.argtypes, replay.restype = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64], None
+        tape = Tape(self._workspace, lambda calls, num_calls: replay(pool, calls, num_calls))
+        self._tapes.append(tape)
+        try:
+            yield tape
+        finally:
+            self._tapes.pop()
+        tape.seal()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a result."""
+        return self._tapes[-1].empty(shape, dtype) if self._tapes else torch.empty(shape, dtype=dtype)
 
     def step_depth(self, dtype: int) -> int:
         """Values of the inner dimension that lie together in a packed matrix."""
@@ -65,11 +88,14 @@ class Library:
     def _call(self, name: str, layout: str) -> Call:
         function = getattr(self._functions, f"splitserve_{name}")
         function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p], None
-        pack_into, arguments, pool = struct.Struct(layout).pack_into, self._arguments, self._pool
-        address = ctypes.addressof(arguments)
+        form, arguments, pool, tapes = struct.Struct(layout), self._arguments, self._pool, self._tapes
+        pack_into, address = form.pack_into, ctypes.addressof(arguments)
+        function_address = ctypes.cast(function, ctypes.c_void_p).value or 0
 
         def call(dtype: int, *fields: float) -> None:
             pack_into(arguments, 0, *fields)
             function(pool, dtype, address)
+            for tape in tapes:
+                tape.note(function_address, dtype, form.pack(*fields))
 
         return call

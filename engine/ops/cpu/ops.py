@@ -6,6 +6,7 @@ that `engine.ops.port` promises holds for any number of rows and threads, in flo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from engine.ops.cpu.build import build, find_compiler
 from engine.ops.cpu.instruction_sets import read_cpu_flags, usable
 from engine.ops.cpu.library import Epilogue, Library
 from engine.ops.cpu.memory import zeros
-from engine.ops.port import BatchLayout, Linear, StepAttention
+from engine.ops.port import BatchLayout, Linear, Recording, StepAttention
 from protocol.errors import StartupError
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -82,9 +83,12 @@ class CpuOps:
         return self._multiply(x, head, Epilogue.FLOAT32, torch.float32)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = self._library.empty(tuple(x.shape), x.dtype)
         self._normalise(x, None, weight, out, eps)
         return out
+
+    def rms_norm_(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        self._normalise(x, None, weight, x, eps)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -111,11 +115,16 @@ class CpuOps:
     def attention(self, layout: BatchLayout, kv_blocks: torch.Tensor) -> StepAttention:
         return CpuAttention(self._library, self._dtype, layout, kv_blocks)
 
+    def record(self, work: Callable[[], torch.Tensor]) -> Recording:
+        with self._library.recording() as tape:
+            output = work()
+        return Recording(output, tape.replay)
+
     def _multiply(
         self, x: torch.Tensor, linear: Linear, epilogue: Epilogue, dtype: torch.dtype
     ) -> torch.Tensor:
         rows, in_features = x.shape
-        out = torch.empty(rows, linear.out_features, dtype=dtype)
+        out = self._library.empty((rows, linear.out_features), dtype)
         self._library.linear(
             self._dtype,
             x.data_ptr(),
