@@ -25,7 +25,7 @@ from cpu_engine import CONTEXT, Decoding, DemoModel, Prefilling, make_ops
 from cpu_limits import Machine, Roofline, build_library, no_math_ops
 from cpu_overhead import frame_s, sampling_figures, text_s
 from cpu_pair import Pair
-from cpu_transformers import Peer, fastest
+from cpu_transformers import KINDS, Peer
 from figures import Figures, show, write_json
 
 from cluster.compose import open_model
@@ -66,10 +66,10 @@ class Samples:
                 self.model_s[f"decode_{batch}"].append(demo.decode_s(batch))
                 self.engine_s[f"decode_{batch}"].append(engine.step_s())
 
-    def take_peer(self, prefill: Peer, decode: Peer) -> None:
-        self.peer_s["prefill"].append(prefill.prefill_s(CONTEXT))
+    def take_peer(self, kind: str, peer: Peer) -> None:
+        self.peer_s[f"prefill/{kind}"].append(peer.prefill_s(CONTEXT))
         for batch in PEER_BATCHES:
-            self.peer_s[f"decode_{batch}"] += decode.decode_s(batch)
+            self.peer_s[f"decode_{batch}/{kind}"] += peer.decode_s(batch)
 
 
 def limit_figures(samples: Samples) -> Figures:
@@ -109,10 +109,11 @@ def _step_ratio(samples: Samples, batch: int, other: int) -> float:
 
 def peer_figures(samples: Samples) -> Figures:
     figures: Figures = {}
-    for name, times in samples.peer_s.items():
+    for step, times in samples.peer_s.items():
+        name, kind = step.split("/")
         ours_s = median(samples.engine_s[name])
-        figures[f"transformers_{name}_step"] = median(times) * 1e3, "ms"
-        figures[f"engine_{name}_of_transformers"] = median(times) / ours_s, "ratio"
+        figures[f"transformers_{kind}_{name}_step"] = median(times) * 1e3, "ms"
+        figures[f"engine_{name}_to_transformers_{kind}"] = median(times) / ours_s, "ratio"
     return figures
 
 
@@ -142,13 +143,13 @@ def measure(threads: int, num_rounds: int, clock: Clock) -> Figures:
         machine = Machine(library, ops, config, threads, clock)
         prefilling = Prefilling(demo)
         decoding = {batch: Decoding(demo, batch) for batch in BATCHES}
-        peer_prefill = fastest(folder.path, clock, lambda peer: peer.prefill_s(CONTEXT))
-        peer_decode = fastest(folder.path, clock, lambda peer: median(peer.decode_s(PEER_BATCHES[-1])))
+        peers = {kind: Peer(folder.path, kind, clock) for kind in KINDS}
         Samples().take_steps(demo, prefilling, decoding)  # the first of everything is slow
-        for _ in range(num_rounds):
+        for number in range(num_rounds):
             samples.take_limits(machine)
             samples.take_steps(demo, prefilling, decoding)
-            samples.take_peer(peer_prefill, peer_decode)
+            for kind, peer in peers.items() if number % 3 == 0 else ():
+                samples.take_peer(kind, peer)
         empty = Decoding(DemoModel(folder, no_math_ops(library, threads), 1, clock), 1)
         no_math_s = median(empty.step_s() for _ in range(200))
     figures = limit_figures(samples) | step_figures(samples, config) | peer_figures(samples)

@@ -1,10 +1,9 @@
-"""The same steps by transformers' `generate`, with the attention that is faster here."""
+"""The same steps by transformers' `generate`."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,27 @@ from protocol.ports import Clock
 
 NUM_STEPS = 4
 """Decode steps of one call; the first one, which also takes the prompt in, does not count."""
-ATTENTIONS = ("eager", "sdpa")
+KINDS = {
+    "bfloat16_eager": (torch.bfloat16, "eager"),
+    "bfloat16_sdpa": (torch.bfloat16, "sdpa"),
+    "float32_sdpa": (torch.float32, "sdpa"),
+}
+"""Our steps are in bfloat16; on a CPU that does not multiply it, transformers is faster in float32."""
 
 
 class Peer:
     """One loaded transformers model."""
 
-    def __init__(
-        self, folder: Path, attention: str, clock: Clock, dtype: torch.dtype = torch.bfloat16
-    ) -> None:
+    def __init__(self, folder: Path, kind: str, clock: Clock) -> None:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         self._clock = clock
-
+        self._dtype, attention = KINDS[kind]
         self._model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention
+            folder, dtype=self._dtype, attn_implementation=attention
         ).eval()
-        self._dtype = dtype
 
     def prefill_s(self, length: int) -> float:
         """Seconds until the first token of one prompt."""
@@ -81,13 +84,3 @@ class Peer:
 
 def _prompts(batch: int, length: int) -> torch.Tensor:
     return torch.tensor([random.Random(i).choices(VOCABULARY, k=length) for i in range(batch)])
-
-
-def fastest(folder: Path, clock: Clock, measure: Callable[[Peer], float]) -> Peer:
-    """The peer with the attention that takes less time, by one try each after a first one."""
-
-    def tried_s(peer: Peer) -> float:
-        measure(peer)
-        return measure(peer)
-
-    return min((Peer(folder, attention, clock) for attention in ATTENTIONS), key=tried_s)

@@ -229,9 +229,15 @@ void attention(Pool& pool, const AttentionArgs& a) {
     for (int64_t i; work.take(&i);) task.attend(units[i], units[i + pool.num_threads()]);
   });
   const auto& spans = units.spans();
-  pool.run(int64_t(spans.size()), sizes.scratch_bytes, [&](Pool::Units& work, char* scratch) {
+  if (spans.empty()) return;
+  constexpr int64_t MERGED_ROWS = 32;  // what is worth waking a thread for
+  int64_t num_spans = int64_t(spans.size()), rows = units[spans[0].first_unit].num_rows(sizes.group);
+  int64_t at_once = larger<int64_t>(MERGED_ROWS / rows, 1);
+  pool.run(ceil_div(num_spans, at_once), sizes.scratch_bytes, [&](Pool::Units& work, char* scratch) {
     Attending<T> task(a, scratch);
-    for (int64_t i; work.take(&i);) task.merge(&units[spans[i].first_unit], spans[i].num_units);
+    for (int64_t unit; work.take(&unit);)
+      for (int64_t i = unit * at_once; i < smaller(num_spans, (unit + 1) * at_once); i++)
+        task.merge(&units[spans[i].first_unit], spans[i].num_units);
   });
 }
 
