@@ -87,7 +87,8 @@ def _run(compiler: Path, *arguments: str) -> str:
             [str(compiler), *arguments], capture_output=True, text=True, check=True, timeout=BUILD_TIMEOUT_S
         )
     except subprocess.CalledProcessError as error:
-        first = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr.strip())
+        said = error.stderr.strip() or str(error).rpartition("' ")[2]  # killed, it says nothing
+        first = next((line for line in said.splitlines() if "error" in line), said)
         raise StartupError(f"{compiler.name} cannot compile the CPU ops: {first}") from error
     except subprocess.TimeoutExpired as error:
         raise StartupError(f"{compiler.name} took more than {BUILD_TIMEOUT_S:.0f} s") from error
