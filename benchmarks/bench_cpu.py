@@ -155,7 +155,7 @@ def measure(threads: int, num_rounds: int, clock: Clock) -> Figures:
     figures = limit_figures(samples) | step_figures(samples, config) | peer_figures(samples)
     told_s = text_s(folder.path, clock) + frame_s(clock)
     figures |= overhead_figures(samples, no_math_s, told_s)
-    return figures | sampling_figures(num_rounds * 5, clock)
+    return figures | sampling_figures(num_rounds * 5, clock, ops.draw)
 
 
 def pair_figures(num_rounds: int) -> Figures:

@@ -21,6 +21,7 @@ NOTHING(attention)
 NOTHING(rms_norm)
 NOTHING(rope)
 NOTHING(write_kv)
+NOTHING(draw)
 EXPORT void splitserve_replay(Pool*, const void*, int64_t) {}
 
 constexpr int CHAINS = 12;  // independent ones: enough to hide the latency of a multiply-add

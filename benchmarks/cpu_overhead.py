@@ -10,7 +10,7 @@ import torch
 from cpu_engine import VOCABULARY
 from figures import Figures
 
-from engine.sampling import Sampler
+from engine.sampling import Draw, Sampler
 from engine.sequence import Sequence
 from protocol.codec import delta_from_wire, write_delta
 from protocol.generation import SamplingParams, Token, TokenDelta
@@ -23,6 +23,7 @@ from router.tokenizer import load_tokenizer
 VOCAB_SIZE = 49152
 BATCH = 32
 NUM_TOKENS = 400
+NUM_LIKELY = 50
 KINDS = {
     "greedy": SamplingParams(1, temperature=0.0),
     "temperature": SamplingParams(1),
@@ -51,14 +52,15 @@ def frame_s(clock: Clock) -> float:
     return median(_timed_s(clock, once) for _ in range(NUM_TOKENS))
 
 
-def sampling_figures(num_rounds: int, clock: Clock) -> Figures:
+def sampling_figures(num_rounds: int, clock: Clock, draw: Draw) -> Figures:
     """Milliseconds to choose BATCH tokens, by what the requests ask for; the kinds take turns.
 
     Logits as a model's: a few likely tokens and a long tail.
     """
     torch.manual_seed(0)
-    logits = torch.randn(BATCH, VOCAB_SIZE).mul_(3.0)
-    sampler = Sampler(())
+    logits = torch.randn(BATCH, VOCAB_SIZE).mul_(2.0)
+    logits[:, :NUM_LIKELY] += torch.linspace(20.0, 10.0, NUM_LIKELY)
+    sampler = Sampler((), draw)
     times: dict[str, list[float]] = {name: [] for name in KINDS}
     for _ in range(num_rounds):
         for name, params in KINDS.items():

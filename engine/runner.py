@@ -19,9 +19,9 @@ from engine.host_kv_pool import HostKvPool
 from engine.kv_cache import KvCache
 from engine.model import DecoderModel, HiddenState
 from engine.model.decoding import MAX_SEQUENCES, RecordedDecoding
-from engine.ops import BatchLayout
+from engine.ops import BatchLayout, Drawer
 from engine.plan import Slice, StepPlan, StepResult
-from engine.sampling import Sampler, are_usable, score_prompts
+from engine.sampling import Sampler, are_usable, draw_with_torch, score_prompts
 from engine.sequence import Sequence
 from protocol.errors import EngineFault
 from protocol.generation import SamplingParams, Token
@@ -46,7 +46,8 @@ class ModelRunner:
         self._model = model
         self._kv_cache = kv_cache
         self._host_pool = host_pool
-        self._sampler = Sampler(eos_token_ids)
+        draw = model.ops.draw if isinstance(model.ops, Drawer) else draw_with_torch
+        self._sampler = Sampler(eos_token_ids, draw)
         self._decoding = RecordedDecoding.create(model, kv_cache.blocks)
 
     def execute(self, plan: StepPlan) -> StepResult:

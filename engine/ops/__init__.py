@@ -1,11 +1,12 @@
 """The arithmetic of the model behind one port, with an implementation per kind of device."""
 
 from engine.ops.choose import choose_ops
-from engine.ops.port import BatchLayout, Linear, Ops, Recorder, Recording, StepAttention
+from engine.ops.port import BatchLayout, Drawer, Linear, Ops, Recorder, Recording, StepAttention
 from engine.ops.torch_ops import TorchOps
 
 __all__ = [
     "BatchLayout",
+    "Drawer",
     "Linear",
     "Ops",
     "Recorder",

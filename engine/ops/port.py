@@ -6,13 +6,15 @@ row whatever other rows, sequences or chunks share the step. The torch one is th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from protocol.generation import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,19 @@ class Ops(Protocol):
 
         The layout's arrays are read when the step is computed, not here.
         """
+
+
+@runtime_checkable
+class Drawer(Protocol):
+    """Ops that choose tokens, too."""
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        params: Sequence[SamplingParams],
+        noise: npt.NDArray[np.float64],
+    ) -> list[int]:
+        """As `engine.sampling.draw_with_torch`."""
 
 
 @runtime_checkable

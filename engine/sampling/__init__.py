@@ -1,7 +1,8 @@
 """Choosing tokens from logits, reproducibly: noise is a function of (seed, position)."""
 
+from engine.sampling.draw import Draw, draw_with_torch
 from engine.sampling.noise import uniforms
 from engine.sampling.prompt_scores import are_usable, score_prompts
 from engine.sampling.sampler import Sampler
 
-__all__ = ["Sampler", "are_usable", "score_prompts", "uniforms"]
+__all__ = ["Draw", "Sampler", "are_usable", "draw_with_torch", "score_prompts", "uniforms"]

@@ -26,8 +26,7 @@ def thresholds(probabilities: torch.Tensor, params: Items[SamplingParams]) -> to
     rows = [i for i, p in enumerate(params) if p.top_p < 1.0 or 0 < p.top_k < probabilities.shape[1]]
     if rows:
         lowest[rows] = _ranked_thresholds(probabilities[rows], [params[i] for i in rows])
-    # Above 1 it would cut everything; NaN is 0 here.
-    min_p = torch.tensor([[min(max(0.0, p.min_p), 1.0)] for p in params], device=probabilities.device)
+    min_p = torch.tensor([[p.min_p] for p in params], device=probabilities.device)
     return torch.maximum(lowest, min_p * probabilities.amax(dim=-1, keepdim=True))
 
 

@@ -10,12 +10,13 @@ The inverse CDF runs over the tokens in order of id, so no sort's treatment of t
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from engine.sampling.adjustments import adjust
-from engine.sampling.filters import thresholds
+from engine.sampling.draw import Draw, draw_with_torch
 from engine.sampling.logprobs import Reports
 from engine.sampling.noise import uniforms
 from engine.sequence import Sequence
@@ -30,8 +31,9 @@ MAX_TEMPERATURE = 1e6
 class Sampler:
     """Chooses the next token of each sequence. Stateless."""
 
-    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, eos_token_ids: tuple[int, ...], draw: Draw = draw_with_torch) -> None:
         self._eos_token_ids = eos_token_ids
+        self._draw = draw
 
     def sample(self, logits: torch.Tensor, sequences: Items[Sequence]) -> list[Token | None]:
         """One token per row of `logits` [sequences, vocab], float32, which may be overwritten.
@@ -47,16 +49,30 @@ class Sampler:
         if noisy:
             # Not `logits[noisy]`: most often that is all rows, and then it would be a needless copy.
             rows = logits if len(noisy) == len(sequences) else logits[noisy]
-            picks = _draw(rows, [sequences[i] for i in noisy])
+            picks = self._pick(rows, [sequences[i] for i in noisy])
             for row, token_id in zip(noisy, picks, strict=True):
                 if token_id < logits.shape[1]:  # else there was nothing to draw from: greedy it is
                     chosen[row] = token_id
         tokens = reports.tokens(chosen)
         return [token if usable else None for token, usable in zip(tokens, is_usable, strict=True)]
 
+    def _pick(self, logits: torch.Tensor, sequences: Items[Sequence]) -> list[int]:
+        params = [_bounded(sequence.sampling) for sequence in sequences]
+        noise = uniforms([p.seed for p in params], [len(s.token_ids) for s in sequences])
+        return self._draw(logits, params, noise)
+
 
 def _is_greedy(params: SamplingParams) -> bool:
     return not params.temperature >= MIN_TEMPERATURE or params.top_k == 1  # NaN is greedy
+
+
+def _bounded(params: SamplingParams) -> SamplingParams:
+    """What no definition covers is made sane; NaN is off."""
+    temperature = min(params.temperature, MAX_TEMPERATURE)
+    min_p = min(max(0.0, params.min_p), 1.0)
+    if (temperature, min_p) == (params.temperature, params.min_p):
+        return params
+    return replace(params, temperature=temperature, min_p=min_p)
 
 
 def _greedy(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
@@ -70,33 +86,3 @@ def _greedy(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
         return best.tolist(), np.isfinite(values[np.arange(len(best)), best]).tolist()
     token_ids = logits.argmax(dim=-1)
     return token_ids.tolist(), torch.isfinite(logits.gather(1, token_ids[:, None]))[:, 0].tolist()
-
-
-def _draw(logits: torch.Tensor, sequences: Items[Sequence]) -> list[int]:
-    params = [sequence.sampling for sequence in sequences]
-    temperatures = torch.tensor(
-        [[min(p.temperature, MAX_TEMPERATURE)] for p in params], device=logits.device
-    )
-    # The maximum goes first, lest a small temperature make infinities of large logits.
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperatures)
-    probabilities = torch.softmax(scaled, dim=-1)
-    if any(p.top_p < 1.0 or p.top_k or p.min_p for p in params):
-        lowest = thresholds(probabilities, params)
-        probabilities = probabilities.masked_fill_(probabilities < lowest, 0.0)
-    noise = uniforms([p.seed for p in params], [len(s.token_ids) for s in sequences])
-    return _invert(probabilities, torch.from_numpy(noise).to(logits.device))
-
-
-def _invert(probabilities: torch.Tensor, noise: torch.Tensor) -> list[int]:
-    """Per row the first token whose cumulated probability exceeds `noise` [rows] times the row's total.
-
-    float32 will do: it is off by 1e-7 of the total, and a float64 sum takes ten times as long. A token of
-    probability 0 does not raise the sum, so it is never the first.
-    """
-    cumulative = probabilities.cumsum(-1)
-    totals = cumulative[:, -1:].contiguous()
-    targets = (noise[:, None] * totals).to(totals.dtype)
-    # Rounding may lift a target to the total, which no sum exceeds.
-    targets = torch.minimum(targets, torch.nextafter(totals, torch.zeros_like(totals)))
-    token_ids: list[int] = torch.searchsorted(cumulative, targets, right=True)[:, 0].tolist()
-    return token_ids

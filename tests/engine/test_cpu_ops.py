@@ -12,6 +12,8 @@ from cpp_variants import VARIANTS, variant_ops
 
 from engine.ops import BatchLayout
 from engine.ops.cpu import CpuOps
+from engine.sampling import draw_with_torch
+from protocol.generation import SamplingParams
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -207,6 +209,25 @@ def test_linears_are_right_and_rows_do_not_depend_on_their_number(
         for rows in (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 16, 24, 25, 97):
             for made in (ops, one_thread):
                 assert torch.equal(getattr(made, name)(x[-rows:], packed), whole[-rows:])
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 8, 511, 512, 513, 5000])
+def test_tokens_drawn_are_those_that_torch_draws(vocab_size: int) -> None:
+    made = variant_ops(next(iter(VARIANTS)), torch.float32)
+    logits = torch.randn(80, vocab_size) * torch.linspace(0.01, 8.0, 80)[:, None]
+    random = np.random.default_rng(vocab_size)
+    params = [
+        SamplingParams(
+            1,
+            temperature=float(random.uniform(0.2, 3.0)),
+            top_k=int(random.integers(0, vocab_size + 2)) if i % 2 else 0,
+            top_p=float(random.uniform(0.01, 1.0)) if i % 3 else 1.0,
+            min_p=float(random.uniform(0.0, 0.2)) if i % 5 == 0 else 0.0,
+        )
+        for i in range(80)
+    ]
+    noise = random.uniform(size=80)
+    assert made.draw(logits, params, noise) == draw_with_torch(logits, params, noise)
 
 
 def test_norms_and_rotation_take_views_of_the_fused_projection(ops: CpuOps, dtype: torch.dtype) -> None:

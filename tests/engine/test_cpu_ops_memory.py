@@ -52,7 +52,10 @@ def test_no_kernel_touches_memory_that_is_not_its_own() -> None:
         "ASAN_OPTIONS": "detect_leaks=0",  # Python and torch keep what they have until the end
         "PYTHONPATH": f"{HERE}:{HERE.parents[1]}",
     }
-    wanted = "(right_for_every_shape and 50) or linears or norms or padding or (chunks and 100)"
+    wanted = (
+        "(right_for_every_shape and 50) or linears or norms or padding or drawn or cutting"
+        " or (chunks and 100)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(HERE / "test_cpu_ops.py"), "-q", "-x", "-k", wanted],
         env=environment,

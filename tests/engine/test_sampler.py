@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cpp_variants import best_ops
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampling import Sampler, uniforms
+from engine.sampling import Sampler, draw_with_torch, uniforms
 from engine.sampling.adjustments import adjust
-from engine.sampling.sampler import _invert
+from engine.sampling.draw import _invert
 from engine.sequence import Sequence
 from protocol.generation import SamplingParams, Token
 from protocol.ids import SequenceId
@@ -41,8 +43,21 @@ def random_logits(
     return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
 
 
+@pytest.fixture(params=["torch", "cpp"], autouse=True)
+def way_to_draw(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test here is run with both ways to draw."""
+    draw = best_ops(torch.float32).draw if request.param == "cpp" else draw_with_torch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Used, "sampler", Sampler((EOS,), draw))
+        yield
+
+
+class Used:
+    sampler = Sampler((EOS,))
+
+
 def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[Token | None]:
-    return Sampler((EOS,)).sample(logits.clone(), sequences)
+    return Used.sampler.sample(logits.clone(), sequences)
 
 
 def sample_all(logits: torch.Tensor, sequences: list[Sequence]) -> list[Token]:

@@ -4,6 +4,7 @@
 // linker can mix their code. Calls on one pool are serialised; they return when the work is done. Errors: none, for
 // well-formed arguments (ops.py checks them); running out of scratch memory ends the process.
 #include "attention.h"
+#include "draw.h"
 #include "elementwise.h"
 #include "linear.h"
 
@@ -31,6 +32,8 @@ EXPORT void splitserve_attention(Pool* pool, int32_t dtype, const AttentionArgs*
 EXPORT void splitserve_rms_norm(Pool* pool, int32_t dtype, const NormArgs* a) { BY_DTYPE(rms_norm, *pool, *a); }
 EXPORT void splitserve_rope(Pool* pool, int32_t dtype, const RopeArgs* a) { BY_DTYPE(rope, *pool, *a); }
 EXPORT void splitserve_write_kv(Pool* pool, int32_t dtype, const WriteArgs* a) { BY_DTYPE(write_kv, *pool, *a); }
+
+EXPORT void splitserve_draw(Pool* pool, int32_t, const DrawArgs* a) { draw(*pool, *a); }
 
 // Makes calls again that were made before, one after the other: a step costs Python a call, not hundreds.
 struct Call {

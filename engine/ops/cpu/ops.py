@@ -6,9 +6,11 @@ that `engine.ops.port` promises holds for any number of rows and threads, in flo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.ops.cpu.attention import MAX_HEAD_DIM, CpuAttention
@@ -18,8 +20,17 @@ from engine.ops.cpu.library import Epilogue, Library
 from engine.ops.cpu.memory import zeros
 from engine.ops.port import BatchLayout, Linear, Recording, StepAttention
 from protocol.errors import StartupError
+from protocol.generation import SamplingParams
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_DRAW_ROW = np.dtype(
+    {
+        "names": ["noise", "top_p", "temperature", "min_p", "top_k"],
+        "formats": ["f8", "f8", "f4", "f4", "i4"],
+        "itemsize": 32,
+    }
+)
+"""`DrawRow` in draw.h."""
 PACKING_VERSION = 1
 """Raised with every change of how a matrix is packed: packed weights are kept in files."""
 
@@ -114,6 +125,25 @@ class CpuOps:
 
     def attention(self, layout: BatchLayout, kv_blocks: torch.Tensor) -> StepAttention:
         return CpuAttention(self._library, self._dtype, layout, kv_blocks)
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        params: Sequence[SamplingParams],
+        noise: npt.NDArray[np.float64],
+    ) -> list[int]:
+        rows = np.zeros(len(params), dtype=_DRAW_ROW)
+        rows["noise"] = noise
+        rows["top_p"] = [p.top_p for p in params]
+        rows["temperature"] = [p.temperature for p in params]
+        rows["min_p"] = [p.min_p for p in params]
+        rows["top_k"] = [min(p.top_k, logits.shape[1]) for p in params]
+        tokens = np.empty(len(params), dtype=np.int32)
+        self._library.draw(
+            0, logits.data_ptr(), rows.ctypes.data, tokens.ctypes.data, *logits.shape, logits.stride(0)
+        )
+        chosen: list[int] = tokens.tolist()
+        return chosen
 
     def record(self, work: Callable[[], torch.Tensor]) -> Recording:
         with self._library.recording() as tape:

@@ -129,6 +129,18 @@ inline Floats as_stored(Floats v) {
 
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
+inline bool all_below(Floats v, float bound) {
+#if SPLITSERVE_LANES == 8
+  return !_mm256_movemask_ps(_mm256_cmp_ps((__m256)v, _mm256_set1_ps(bound), _CMP_GE_OQ));
+#elif defined(__AVX512F__)
+  return !_mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(bound), _CMP_GE_OQ);
+#else
+  for (int i = 0; i < LANES; i++)
+    if (v[i] >= bound) return false;
+  return true;
+#endif
+}
+
 // Lanes are folded in halves: one fixed order for sums.
 template <class Fold>
 inline float fold(Floats v, Fold two) {
