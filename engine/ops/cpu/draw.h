@@ -88,7 +88,7 @@ class Drawing {
   float ranked_threshold(const DrawRow& row, double total) {
     bool cuts_ranks = row.top_k > 0 && row.top_k < num_logits_, cuts_mass = row.top_p < 1;
     if (!cuts_ranks && !cuts_mass) return 0;
-    for (float floor : {1e-3f, 1e-6f, 1e-9f, 1e-12f, 0.0f}) {
+    for (float floor = 1 / 64.0f;; floor = floor > 1e-12f ? floor / 8 : 0) {
       double mass = gather(floor);
       int64_t found = int64_t(ranked_.size());
       if (floor > 0 && (cuts_ranks ? found < row.top_k : mass < row.top_p * total)) continue;
@@ -101,7 +101,6 @@ class Drawing {
         if ((mass += ranked_[i]) >= row.top_p * total) return ranked_[i];
       return ranked_[num_kept - 1];
     }
-    return 0;
   }
 
   // Puts the weights of at least `floor` into ranked_; returns their sum.
