@@ -79,14 +79,14 @@ class Machine:
 
     def read(self, piece_bytes: int = PIECE_BYTES) -> float:
         """Bytes/s read from memory, in order when pieces are long and scattered when they are short."""
-        offsets = list(range(0, READ_BYTES, piece_bytes))
+        offsets = list(range(0, READ_BYTES - piece_bytes + 1, piece_bytes))
         if piece_bytes < PIECE_BYTES:
             random.Random(0).shuffle(offsets)
         array = (ctypes.c_int64 * len(offsets))(*offsets)
         count, size = ctypes.c_int64(len(offsets)), ctypes.c_int64(piece_bytes)
         started_s = self._clock()
         self._functions.limits_read(self._pool, ctypes.c_void_p(self._area.data_ptr()), array, count, size)
-        return READ_BYTES / (self._clock() - started_s)
+        return len(offsets) * piece_bytes / (self._clock() - started_s)
 
 
 @dataclass(frozen=True)
