@@ -3,8 +3,9 @@
     make bench-cpu [ARGS="--quick --busy --threads 2 --json FILE"]
 
 The demo model in bfloat16 at a context of 512 tokens. The machine's limits, the model's bare steps, the
-same steps through the engine and transformers' take turns in one run; figures are medians, but limits
-are the best that was reached: what else the machine did makes every share smaller, never greater.
+same steps through the engine and transformers' take turns in one run; figures are medians. A step's share of
+the roofline is that of the limits measured just before and after it (the better of both): a machine that it
+shares with others changes its speed from second to second.
 
 On a machine with other work, `--busy` takes CPU time in place of the wall's, and one thread: it says what
 that thread would take alone, but for caches and memory that it shares. Two engines are left out then.
@@ -19,6 +20,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from cpu_engine import CONTEXT, Decoding, DemoModel, Prefilling, make_ops
@@ -40,34 +42,65 @@ SCATTERED_BYTES = 12288
 """What lies together in a block: the keys and values of one layer."""
 
 
+STEPS = [("prefill", 1, 2), *((f"decode_{batch}", batch, 2 + 16 // batch) for batch in BATCHES)]
+"""Name, sequences, and how often it is measured per round."""
+
+
+class Limits(NamedTuple):
+    """What the machine reached in one sample."""
+
+    multiply: float
+    product: float
+    read: float
+    read_scattered: float
+
+
+def best(limits: list[Limits]) -> Limits:
+    return Limits(*map(max, zip(*limits, strict=True)))
+
+
+def roofline(limits: list[Limits], config: ModelConfig) -> Roofline:
+    return Roofline(best(limits).product, best(limits).read, config, itemsize=2)
+
+
+def work_of(name: str, batch: int) -> tuple[int, int, list[tuple[int, int]]]:
+    """Rows, rows of logits, and contexts of a step, as `Roofline.step_s` takes them."""
+    num_tokens = CONTEXT if name == "prefill" else 1
+    return num_tokens * batch, batch, [(num_tokens, CONTEXT)] * batch
+
+
 @dataclass
 class Samples:
-    """Seconds of each kind of step, and the limits, in the order in which they were taken."""
+    """Seconds of each kind of step, and the machine's limits around it, in the order in which they were
+    taken.
+    """
 
-    multiply: list[float] = field(default_factory=list)
-    product: list[float] = field(default_factory=list)
-    read: list[float] = field(default_factory=list)
-    read_scattered: list[float] = field(default_factory=list)
+    limits: list[Limits] = field(default_factory=list)
+    of_limits: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Shares of what the machine could do at that moment: its speed changes with what its neighbours do."""
     model_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     engine_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     peer_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def take_limits(self, machine: Machine) -> None:
-        self.multiply.append(machine.multiply())
-        self.product.append(machine.best_product())
-        self.read.append(machine.read())
-        self.read_scattered.append(machine.read(SCATTERED_BYTES))
+        read, scattered = machine.read(), machine.read(SCATTERED_BYTES)
+        self.limits.append(Limits(machine.multiply(), machine.best_product(), read, scattered))
 
     def take_steps(
         self, machine: Machine, demo: DemoModel, prefilling: Prefilling, decoding: dict[int, Decoding]
     ) -> None:
-        self.model_s["prefill"].append(demo.prefill_s(CONTEXT))
-        self.engine_s["prefill"].append(prefilling.step_s(CONTEXT))
-        for batch, engine in decoding.items():
+        self.take_limits(machine)
+        for name, batch, count in STEPS:
+            first = len(self.model_s[name])
+            for _ in range(count):
+                is_prefill = name == "prefill"
+                self.model_s[name].append(demo.prefill_s(CONTEXT) if is_prefill else demo.decode_s(batch))
+                self.engine_s[name].append(
+                    prefilling.step_s(CONTEXT) if is_prefill else decoding[batch].step_s()
+                )
             self.take_limits(machine)
-            for _ in range(2 + 16 // batch):
-                self.model_s[f"decode_{batch}"].append(demo.decode_s(batch))
-                self.engine_s[f"decode_{batch}"].append(engine.step_s())
+            least_s = roofline(self.limits[-2:], demo.config).step_s(*work_of(name, batch))
+            self.of_limits[name] += [least_s / taken_s for taken_s in self.model_s[name][first:]]
 
     def take_peer(self, kind: str, peer: Peer) -> None:
         self.peer_s[f"prefill/{kind}"].append(peer.prefill_s(CONTEXT))
@@ -76,38 +109,33 @@ class Samples:
 
 
 def limit_figures(samples: Samples) -> Figures:
-    return {
-        "multiply_add_peak": (max(samples.multiply) / 1e9, "GFLOP/s"),
-        "product_peak": (max(samples.product) / 1e9, "GFLOP/s"),
-        "read_in_order_peak": (max(samples.read) / 1e9, "GB/s"),
-        "read_scattered_peak": (max(samples.read_scattered) / 1e9, "GB/s"),
-    }
+    units = ("GFLOP/s", "GFLOP/s", "GB/s", "GB/s")
+    figures: Figures = {}
+    for name, values, unit in zip(Limits._fields, zip(*samples.limits, strict=True), units, strict=True):
+        figures[f"{name}_peak"] = max(values) / 1e9, unit
+        figures[f"{name}_median"] = median(values) / 1e9, unit
+    return figures
 
 
 def step_figures(samples: Samples, config: ModelConfig) -> Figures:
     """Each step's time, its share of the roofline, and what the engine adds."""
-    roofline = Roofline(max(samples.product), max(samples.read), config, itemsize=2)
     figures: Figures = {}
-    for name, times in samples.model_s.items():
-        step_s, batch = median(times), 1 if name == "prefill" else int(name.removeprefix("decode_"))
-        num_tokens = CONTEXT if name == "prefill" else batch
-        least_s = roofline.step_s(num_tokens, batch, [(num_tokens // batch, CONTEXT)] * batch)
-        engine_s = median(samples.engine_s[name])
-        figures[f"model_{name}"] = num_tokens / step_s, "tokens/s"
-        figures[f"model_{name}_step"] = step_s * 1e3, "ms"
+    for name, batch, _ in STEPS:
+        times, engine_times = samples.model_s[name], samples.engine_s[name]
+        num_tokens = work_of(name, batch)[0]
+        figures[f"model_{name}"] = num_tokens / median(times), "tokens/s"
+        figures[f"model_{name}_step"] = median(times) * 1e3, "ms"
         figures[f"model_{name}_step_least"] = min(times) * 1e3, "ms"
-        figures[f"model_{name}_of_roofline"] = least_s / step_s, "ratio"
-        figures[f"model_{name}_least_of_roofline"] = least_s / min(times), "ratio"
-        figures[f"engine_{name}"] = num_tokens / engine_s, "tokens/s"
-        figures[f"engine_{name}_of_model"] = step_s / engine_s, "ratio"
-    figures["model_decode_16_to_8"] = _step_ratio(samples, 16, 8), "ratio"
-    least_16, least_8 = (roofline.step_s(b, b, [(1, CONTEXT)] * b) for b in (16, 8))
-    figures["roofline_decode_16_to_8"] = least_16 / least_8, "ratio"
+        figures[f"model_{name}_of_roofline"] = median(samples.of_limits[name]), "ratio"
+        figures[f"engine_{name}"] = num_tokens / median(engine_times), "tokens/s"
+        shares = [model_s / engine_s for model_s, engine_s in zip(times, engine_times, strict=True)]
+        figures[f"engine_{name}_of_model"] = median(shares), "ratio"
+    model = {batch: median(samples.model_s[f"decode_{batch}"]) for batch in (8, 16)}
+    figures["model_decode_16_to_8"] = model[16] / model[8], "ratio"
+    limits = roofline(samples.limits, config)
+    least = {batch: limits.step_s(*work_of("decode", batch)) for batch in (8, 16)}
+    figures["roofline_decode_16_to_8"] = least[16] / least[8], "ratio"
     return figures
-
-
-def _step_ratio(samples: Samples, batch: int, other: int) -> float:
-    return median(samples.model_s[f"decode_{batch}"]) / median(samples.model_s[f"decode_{other}"])
 
 
 def peer_figures(samples: Samples) -> Figures:
