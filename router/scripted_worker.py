@@ -1,7 +1,7 @@
 """A fake worker that follows a script, and can be paused, killed, or made to fail at any point.
 
 prefill: submit ─> ticket (unless `is_full`) ─> first tokens, HELD ─> taken by a reader, or released
-decode:  submit ─> begin ─> takes the ticket from its owner ─> tokens;  without a ticket: tokens at once
+decode:  submit ─> begin ─> (`is_reading`) takes the ticket from its owner ─> tokens;  without a ticket: tokens at once
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class ScriptedWorker:
         """Tokens that this worker still gives out before it falls silent; None: no limit."""
         self.is_full = False
         """A prefill worker gives out no ticket."""
+        self.is_reading = False
+        """A decode worker is not done with reading what its tickets name."""
         self.pool_blocks = 1 << 20
         """What a decode worker grants credit of: those that are not taken by its requests."""
         self._resumed = asyncio.Event()
@@ -122,7 +124,7 @@ class ScriptedWorker:
     def resume(self) -> None:
         """End a pause for good."""
         self.num_until_pause = None
-        self.is_full = False
+        self.is_full = self.is_reading = False
         self._resumed.set()
 
     def attach(self, stream: ScriptedStream) -> None:
@@ -246,6 +248,8 @@ class ScriptedWorker:
         receipt = self.receipt
         if submit.HasField("ticket"):
             firsts = await begun
+            while self.is_reading:
+                await self._resumed.wait()
             error = self._take_from_owner(submit.ticket)
             if error is not None:
                 self._fail(request.request_id, error)

@@ -67,7 +67,7 @@ async def stack(num_decode: int = 1, num_prefill: int = 1, **scheduler: Any) -> 
         DecodeWorker(
             profile=profile(identity, FINGERPRINT),
             make_engine=station.engine,
-            transport=station.transport,
+            reader=station.reader(FINGERPRINT),
             directory=directory,
             config=DecodeWorkerConfig(),
         )
