@@ -82,6 +82,7 @@ class Intake:
         self._begun: asyncio.Future[FirstTokens] = loop.create_future()
         self._watch = Watch()
         self._is_reserved = False
+        self._keeper: LeaseKeeper | None = None
         self._fetch: Fetch | None = None
 
     def allocated(self, event: BlocksAllocated) -> None:
@@ -96,6 +97,8 @@ class Intake:
             raise InvalidRequest(mismatch)
         if not self._begun.done():
             self._begun.set_result(first_tokens)
+            if self._keeper is not None:
+                self._keeper.complete()
         elif self._begun.result() != first_tokens:
             raise InvalidRequest("a request began twice, with different first tokens")
 
@@ -126,7 +129,9 @@ class Intake:
         with self._tools.peers.use(self._ticket.owner, self._ticket.owner_address) as peer:
             clock, ticket = self._tools.clock, self._ticket
             pace = PrefillPace(ticket.num_tokens, ticket.tokens_ready, peer.prefill_rate, clock)
-            keeper = LeaseKeeper(ticket, peer.owner, pace, self._watch.lose, clock)
+            keeper = self._keeper = LeaseKeeper(ticket, peer.owner, pace, self._watch.lose, clock)
+            if self._begun.done():
+                keeper.complete()
             try:
                 await self._take_over(peer, keeper, pace)
             except SplitserveError as error:

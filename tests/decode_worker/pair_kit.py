@@ -149,11 +149,13 @@ class Router:
 
     def __init__(self, prefill: Line, decode: Line) -> None:
         self.p, self.d = prefill, decode
+        self.last_ticket: Any = None
 
     async def submit(self, request: GenerationRequest) -> Any:
         """Start a prefill. Returns its ticket."""
         await self.p.session.send(pb.PrefillCommand(submit=request_to_wire(request)))
-        return await self.p.answer(request.request_id)
+        self.last_ticket = await self.p.answer(request.request_id)
+        return self.last_ticket
 
     async def prefilled(self, request: GenerationRequest, ticket: Any) -> Prefilled:
         done = await self.p.answer(request.request_id)

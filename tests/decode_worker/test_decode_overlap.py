@@ -289,6 +289,33 @@ async def test_owner_that_stops_in_the_middle_fails_the_request_when_the_policy_
     bench.assert_idle()
 
 
+@pytest.mark.parametrize("begins_first", [False, True])
+def test_beginning_tells_that_all_is_ready_though_the_owner_did_not_say_so_yet(begins_first: bool) -> None:
+    @virtual_time
+    async def run() -> None:
+        bench = DecodeBench()
+        with bench.peers.use(*OWNER) as peer:
+            await peer.connect()
+        bench.owner.hang()
+        if begins_first:
+            bench.submit_early()
+            bench.begin()
+        else:
+            bench.submit_early()
+            await settle()
+            bench.begin()
+        seq_id = await bench.until_fetching()
+        assert reads(bench) == [((7, 8, 9), BLOCKS)]
+        bench.owner.answers.set()
+        bench.reader.end()
+        await settle()
+        assert bench.engine.take() == [AdmitSequence(seq_id, FIRST)]
+        bench.session.end()
+        bench.assert_idle()
+
+    run()
+
+
 @virtual_time
 async def test_same_beginning_twice_is_one_and_another_one_is_refused() -> None:
     bench, seq_id = await bench_reading(10)

@@ -383,6 +383,7 @@ async def test_graceful_stop_lets_requests_end() -> None:
         await until(lambda: pair.directory.records[D0].draining)
         with pytest.raises(WorkerUnavailable, match="shutting down"):
             await router.generate(make_request("late"))
+        await router.p.session.send(pb.PrefillCommand(release_ticket_id=router.last_ticket.ticket_id))
         tokens, _ = await router.rest("r")
         assert [t.token_id for t in first.tokens] + tokens == oracle(request)[1:]
         await stopping
