@@ -29,23 +29,20 @@ class LegRunner:
         self._clock = clock
         self._observer = observer
 
-    async def run(self, run: Run, place: Place) -> AsyncGenerator[TokenDelta, None]:
-        """The leg's deltas. Gives back all that it holds, on every way out.
+    def run(self, run: Run, place: Place) -> AsyncGenerator[TokenDelta, None]:
+        """The leg's deltas, to be iterated over at once; gives back all that it holds, on every way out.
 
-        Raises what a worker raised; `run.current` is that worker then.
+        Iterating raises what a worker raised; `run.current` is that worker then.
         """
         if run.has_emitted:
             self._observer.resumed()
         match place:
             case Paired():
-                deltas = self._paired(run, place)
+                return self._paired(run, place)
             case Alone():
-                deltas = self._alone(run, place)
+                return self._alone(run, place)
             case Local():
-                deltas = self._local(run, place)
-        async with aclosing(deltas):
-            async for delta in deltas:
-                yield delta
+                return self._local(run, place)
 
     async def _paired(self, run: Run, place: Paired) -> AsyncGenerator[TokenDelta, None]:
         leg = run.leg()

@@ -7,7 +7,7 @@ is bounded by the request's deadline and by `worker_wait_s`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
 from protocol.errors import Overloaded, SplitserveError, WorkerUnavailable
@@ -33,7 +33,7 @@ from router.settings import RouterSettings
 
 W = TypeVar("W", bound=Worker)
 
-Kind = tuple[str, str, str, int]
+Kind = tuple[str, str, int]
 
 
 class Placement:
@@ -82,8 +82,10 @@ class Placement:
         """
 
         def attempt() -> Seat | None:
-            fresh = [w for w in self._workers.decode_workers() if w.identity not in run.failed]
-            return self._seat(leg, _alike(fresh, {kind_of(owner.fingerprint)}))
+            kind = kind_of(owner.fingerprint)
+            workers = self._workers.decode_workers()
+            alike = [worker for worker in workers if kind_of(worker.fingerprint) == kind]
+            return self._seat(leg, [worker for worker in alike if worker.identity not in run.failed])
 
         seat = await self._workers.credits.reserve(
             _order(leg, is_under_way=True),
@@ -98,8 +100,7 @@ class Placement:
         def attempt() -> Seat | None:
             workers = self._workers.decode_workers()
             owners = self._workers.prefill_workers() if has_owner else ()
-            kinds = {kind_of(owner.fingerprint) for owner in owners}
-            return self._seat(leg, _fresh(_alike(workers, kinds), run))
+            return self._seat(leg, _fresh(_alike(workers, _kinds(owners)), run))
 
         if workers := self._workers.decode_workers():
             run.current = self._policy.choose(Role.DECODE, workers).identity
@@ -132,8 +133,8 @@ class Placement:
     def _owner(self, run: Run, reader: DecodeWorker | None = None) -> PrefillWorker:
         """A prefill worker, of the reader's own kind if there is one: versions mix in a rolling update."""
         workers = self._workers.prefill_workers()
-        kinds = {kind_of(reader.fingerprint)} if reader else set()
-        return self._policy.choose(Role.PREFILL, _fresh(_alike(workers, kinds), run))
+        alike = _alike(workers, _kinds([reader])) if reader else workers
+        return self._policy.choose(Role.PREFILL, _fresh(alike, run))
 
     def _nobody(self, role: Role) -> WorkerUnavailable:
         return WorkerUnavailable(
@@ -156,7 +157,12 @@ class Placement:
                     return LocalReason.NO_PREFILL_WORKER
                 raise self._nobody(Role.PREFILL)
             await self._change_within(min(until - now, run.deadline.remaining_s))
-        return None
+        return LocalReason.NO_PAIR if may_fall_back and not self._has_pair() else None
+
+    def _has_pair(self) -> bool:
+        """Whether there may be a prefill worker whose KV is of use to a decode worker."""
+        readers = _kinds(self._workers.decode_workers())
+        return not readers or not readers.isdisjoint(_kinds(self._workers.prefill_workers()))
 
     async def _change_within(self, limit_s: float) -> None:
         """Return after the next change of the workers, or when the time is up."""
@@ -185,8 +191,12 @@ class Placement:
 
 
 def kind_of(fingerprint: Fingerprint) -> Kind:
-    """What must be alike for the KV of one worker to be of use to another."""
-    return fingerprint.model, fingerprint.revision, fingerprint.dtype, fingerprint.wire_version
+    """What must be alike for the KV of one worker to be of use to another. Layouts are converted."""
+    return fingerprint.model, fingerprint.revision, fingerprint.wire_version
+
+
+def _kinds(workers: Iterable[Worker]) -> set[Kind]:
+    return {kind_of(worker.fingerprint) for worker in workers}
 
 
 def _alike(workers: Sequence[W], kinds: Collection[Kind]) -> Sequence[W]:

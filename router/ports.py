@@ -197,6 +197,8 @@ class LocalReason(StrEnum):
     SHORT = "short"
     """What it does not have cached costs less than a hand-off."""
     NO_PREFILL_WORKER = "no_prefill_worker"
+    NO_PAIR = "no_pair"
+    """No prefill worker's KV is of use to any decode worker: versions mix in a rolling update."""
     PREFILL_FAILED = "prefill_failed"
     """Every prefill worker there is has let this request down."""
 

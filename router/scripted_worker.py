@@ -1,7 +1,8 @@
 """A fake worker that follows a script, and can be paused, killed, or made to fail at any point.
 
 prefill: submit ─> ticket (unless `is_full`) ─> first tokens, HELD ─> taken by a reader, or released
-decode:  submit ─> begin ─> (`is_reading`) takes the ticket from its owner ─> tokens;  without a ticket: tokens at once
+decode:  submit ─> begin ─> (unless `is_reading`) takes the ticket from its owner ─> tokens
+         submit without a ticket ─> tokens
 """
 
 from __future__ import annotations

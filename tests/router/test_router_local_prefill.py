@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -147,6 +148,18 @@ async def test_transfer_that_fails_from_the_only_prefill_worker_is_not_tried_aga
         assert await text_of(running, request(running)) == TEXT
         assert len(running.decode.tickets) == 1
         assert len(running.decode.requests) == 2
+
+
+@virtual_time
+async def test_pools_of_two_versions_serve_on_while_an_update_rolls() -> None:
+    async with bench(TEXT) as running:
+        changed = replace(running.prefill.record.fingerprint, revision="r2")
+        await running.cluster.announce(replace(running.prefill.record, fingerprint=changed))
+        members = running.router.workers.prefill_workers()
+        await running.until(lambda: members[0].fingerprint.revision == "r2")
+        assert await text_of(running, request(running)) == TEXT
+        assert running.prefill.requests == []
+        assert 'splitserve_local_prefills_total{reason="no_pair"} 1.0' in await page_of(running)
 
 
 @virtual_time
