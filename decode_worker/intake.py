@@ -24,6 +24,7 @@ from decode_worker.config import OnKvFailure
 from decode_worker.fetching import Fetch
 from decode_worker.handback import compare, give_back, new_reader, release
 from decode_worker.keeper import LeaseKeeper
+from decode_worker.owner import Released
 from decode_worker.peers import Peer
 from decode_worker.reservation import PrefillPace, reservation_delay_s
 from decode_worker.submission import Submission, choices_mismatch
@@ -49,6 +50,9 @@ from protocol.errors import (
 from protocol.generation import Receipt
 from protocol.handoff import Verdict
 from protocol.ids import SequenceId
+
+LAST_WORD_S = 0.5
+"""How long a verdict may come after the news that the lease has ended, by this very verdict."""
 
 
 class IntakeState(StrEnum):
@@ -207,13 +211,30 @@ class Intake:
 
     async def _validate(self, peer: Peer, checksums: Mapping[int, int]) -> None:
         """Step 4. Raises `TransferError` unless the blocks hold what their owner computed."""
-        attempts, takes_checksums = self._tools.config.release_attempts, self._tools.reader.takes_checksums
-        self._is_given_back = True
-        answer = await release(peer, self._ticket, self._reader, attempts, wants_checksums=takes_checksums)
+        takes_checksums = self._tools.reader.takes_checksums
+        answer = await self._release(peer, wants_checksums=takes_checksums)
         if answer.verdict is not Verdict.VALID:
             raise LeaseExpired(f"{peer.identity} says that the ticket is {answer.verdict.value}")
         if takes_checksums:
             compare(self._ticket, checksums, answer.checksums)
+
+    async def _release(self, peer: Peer, *, wants_checksums: bool) -> Released:
+        """The owner's verdict. A silent one is waited for only until the lease counts as lost; one that
+        answers says in the same breath that the ticket is not held any more."""
+        attempts = self._tools.config.release_attempts
+        asking = asyncio.ensure_future(
+            release(peer, self._ticket, self._reader, attempts, wants_checksums=wants_checksums)
+        )
+        try:
+            await self._watch.until(asking)
+        except TransferError:
+            if not await self._watch.until_kept(asking, LAST_WORD_S):
+                raise
+        finally:
+            self._is_given_back = asking.done()
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        return asking.result()
 
     async def _first_tokens(self) -> FirstTokens:
         """What `begin` brings, without the choices that were dropped meanwhile."""

@@ -67,6 +67,9 @@ class FakeOwner:
         self.greets = asyncio.Event()
         self.greets.set()
         """Cleared: `connect` does not return."""
+        self.judges = asyncio.Event()
+        self.judges.set()
+        """Cleared: `release` does not return."""
         self._tokens_ready: int | None = None  # None: all of them
         self._is_held = True
         self._news = asyncio.Event()
@@ -114,6 +117,7 @@ class FakeOwner:
     async def release(self, ticket: Ticket, reader: str, wants_checksums: bool) -> Released:
         await self._called("release")
         self.readers.append(reader)
+        await self.judges.wait()
         if self.release_fails_with is not None:
             raise self.release_fails_with
         return Released(self.verdict, self.checksums if wants_checksums else ())
