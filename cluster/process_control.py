@@ -38,8 +38,6 @@ class ProcessLink:
         Without a time limit it waits for its answer or its end, whichever comes.
         """
         if self.ended.is_set():  # nobody would ever answer
-            raise WorkerUnavailable("ended")
-        if self.ended.is_set():
             raise WorkerUnavailable("its process ended")
         number = next(self._ids)
         answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
