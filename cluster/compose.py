@@ -105,7 +105,7 @@ def build_router(config: ClusterConfig, *, token: str, directory: Directory) -> 
             request_timeout_s=config.router.deadline_s,
             worker_wait_s=config.router.worker_wait_s,
             num_retries=config.router.max_retries,
-            max_num_choices=config.router.max_num_choices,
+            max_num_choices=config.max_num_choices,
             max_body_bytes=config.http.max_body_bytes,
             api_key=read_api_key(config),
         ),
