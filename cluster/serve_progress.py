@@ -13,9 +13,7 @@ from typing import TextIO
 from cluster.config import DEMO_MODEL, ClusterConfig, HttpConfig
 from protocol.ports import Clock
 
-DEMO_IS_SMALL = (
-    "(a model of 135 million parameters to try things out: it errs often, and above temperature 0 always)"
-)
+DEMO_IS_SMALL = "(135 million parameters, to try things out: often wrong, nonsense at temperature 1)"
 
 
 @dataclass(slots=True)

@@ -85,8 +85,8 @@ class ClusterRun:
             write_start(self._config)
         except OSError as error:
             raise StartupError(
-                f"cannot leave word of this server for `splitserve status`: {error}; set XDG_CACHE_HOME to a"
-                " folder where files can be written"
+                f"cannot leave word of this server for `splitserve status`: {error}; set XDG_CACHE_HOME to"
+                " a folder where files can be written"
             ) from error
 
     def _run(self, token: str) -> None:
@@ -165,7 +165,11 @@ class ClusterRun:
 
     def _serve(self, cluster: RayCluster) -> None:
         write_state(self._config, cluster.address, read_environment().ray_token or "")
-        for line in engines_in_words(_workers()):
+        try:
+            lines = engines_in_words(_workers())
+        except WorkerUnavailable as error:  # the service works all the same
+            lines = [error.message]
+        for line in lines:
             self._report.step(line)
         self._report.step(f"logs: {cluster.log_dir}/serve")
         self._report.block(what_to_try(self._config))
@@ -199,11 +203,13 @@ def _workers() -> tuple[WorkerRecord, ...]:
 
 
 def engines_in_words(workers: Sequence[WorkerRecord]) -> list[str]:
-    """`prefill: 1 worker, float32, 728 KV blocks each`, for example; a line per kind of engine."""
-    kinds = Counter((w.role.value, w.fingerprint.dtype, w.load.blocks_total) for w in workers)
+    """`prefill: 2 x float32, 728 KV blocks of 16 tokens`, for example; a line per kind of engine."""
+    kinds = Counter(
+        (w.role.value, w.fingerprint.dtype, w.load.blocks_total, w.fingerprint.block_size) for w in workers
+    )
     return [
-        f"{role}: {number} worker{'s' * (number > 1)}, {dtype}, {blocks:,} KV blocks{' each' * (number > 1)}"
-        for (role, dtype, blocks), number in sorted(kinds.items(), reverse=True)
+        f"{role}: {number} x {dtype}, {blocks:,} KV blocks of {size} tokens"
+        for (role, dtype, blocks, size), number in sorted(kinds.items(), reverse=True)
     ]
 
 
