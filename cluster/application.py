@@ -83,7 +83,7 @@ def from_arguments(arguments: Mapping[str, object]) -> serve.Application:
     token = read_environment().cluster_token
     if token is None:
         raise StartupError("set SPLITSERVE_CLUSTER_TOKEN to the same secret on every node")
-    return build_application(load_config(None, dict(arguments)), token)
+    return build_application(load_config(None, dict(arguments), "in the arguments"), token)
 
 
 def start_serve(config: ClusterConfig) -> None:

@@ -122,7 +122,7 @@ def build_router(config: ClusterConfig, *, token: str, directory: Directory) -> 
             request_timeout_s=config.router.deadline_s,
             worker_wait_s=config.router.worker_wait_s,
             num_retries=config.router.max_retries,
-            max_num_choices=config.router.max_num_choices,
+            max_num_choices=config.max_num_choices,
             frame_timeout_s=config.router.frame_timeout_s,
             local_prefill_tokens=config.router.local_prefill_tokens,
             local_prefill_on_failure=config.router.local_prefill_on_failure,

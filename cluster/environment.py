@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,13 +16,17 @@ class Environment:
     """Secret that workers and routers show each other; null: one is made for this cluster."""
     ray_token: str | None
     """Secret that opens the Ray cluster; null: Ray looks for the user's own."""
+    run_dir: Path
+    """Where the running servers of this user leave word of themselves."""
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Read the variables that Splitserve knows: SPLITSERVE_CLUSTER_TOKEN, RAY_AUTH_TOKEN."""
+    """Read what Splitserve knows: SPLITSERVE_CLUSTER_TOKEN, RAY_AUTH_TOKEN, XDG_CACHE_HOME."""
+    cache_home = Path(variables.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return Environment(
         cluster_token=variables.get("SPLITSERVE_CLUSTER_TOKEN") or None,
         ray_token=variables.get("RAY_AUTH_TOKEN") or None,
+        run_dir=cache_home / "splitserve" / "run",
     )
 
 
