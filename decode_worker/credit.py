@@ -52,8 +52,3 @@ class CreditBook:
         kept = math.ceil(blocks_total * self._reserve)
         spare = blocks_free - self.num_promised_blocks - kept
         return max(0, spare) // max(1, self.num_sessions)
-
-
-def blocks_needed(num_tokens: int, num_choices: int, block_size: int) -> int:
-    """Blocks of a prompt, the first token of each choice included; each further choice copies one block."""
-    return -(-(num_tokens + 1) // block_size) + num_choices - 1

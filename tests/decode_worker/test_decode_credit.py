@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from decode_worker.credit import CreditBook, blocks_needed
+from decode_worker.credit import CreditBook
 from protocol.ids import SequenceId
 
 A, B, C = (SequenceId(name) for name in "abc")
@@ -59,12 +59,3 @@ def test_routers_share_what_is_left_and_never_owe_anything() -> None:
     assert credit.blocks(100, 100) == 30
     credit.accept(B, 500)
     assert credit.blocks(100, 100) == 0
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "num_choices", "num_blocks"), [(10, 1, 3), (11, 1, 3), (12, 1, 4), (12, 3, 6), (1, 1, 1)]
-)
-def test_first_tokens_and_copies_for_choices_need_blocks_too(
-    num_tokens: int, num_choices: int, num_blocks: int
-) -> None:
-    assert blocks_needed(num_tokens, num_choices, block_size=4) == num_blocks
