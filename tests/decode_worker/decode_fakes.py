@@ -217,7 +217,7 @@ class DecodeBench:
         self.registry = CollectorRegistry()
         self.refusal: SplitserveError | None = None
         self.link = link
-        self.credit = CreditBook(0.0)
+        self.credit = CreditBook(0.0, largest=1)
         self.tools = IntakeTools(
             engine=link,
             peers=self.peers,

@@ -10,8 +10,8 @@ from protocol.ids import SequenceId
 A, B, C = (SequenceId(name) for name in "abc")
 
 
-def book(num_sessions: int = 1, reserve: float = 0.0) -> CreditBook:
-    credit = CreditBook(reserve)
+def book(num_sessions: int = 1, reserve: float = 0.0, largest: int = 1) -> CreditBook:
+    credit = CreditBook(reserve, largest)
     credit.num_sessions = num_sessions
     return credit
 
@@ -59,3 +59,11 @@ def test_routers_share_what_is_left_and_never_owe_anything() -> None:
     assert credit.blocks(100, 100) == 30
     credit.accept(B, 500)
     assert credit.blocks(100, 100) == 0
+
+
+def test_the_largest_request_fits_into_any_router_s_share_while_others_keep_the_worker_busy() -> None:
+    credit = book(num_sessions=4, largest=60)
+    credit.accept(A, 20)
+    assert credit.blocks(100, 100) == 60
+    credit.accept(B, 30)
+    assert credit.blocks(100, 100) == 50
