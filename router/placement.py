@@ -67,6 +67,7 @@ class Placement:
             seat = await self._first_seat(run, leg, has_owner=reason is None)
             if reason is None and self._is_short(run, leg, seat.worker):
                 reason = LocalReason.SHORT
+            self._note_prefix(leg, seat.worker)
             if reason is not None:
                 return Local(seat, reason)
             if self._workers.prefill_workers():
@@ -185,9 +186,13 @@ class Placement:
         if not limit or not _may_be_local(run, leg):
             return False
         token_ids = leg.prompt_token_ids + leg.output_token_ids
-        num_known = reader.prefixes.num_known_tokens(token_ids, leg.cache_salt)
-        reader.prefixes.note(token_ids, leg.cache_salt, reader.load.blocks_total)
-        return len(token_ids) - num_known <= limit
+        return len(token_ids) - reader.prefixes.num_known_tokens(token_ids, leg.cache_salt) <= limit
+
+    def _note_prefix(self, leg: GenerationRequest, reader: DecodeWorker) -> None:
+        """The reader is going to have it cached, however it comes by it."""
+        if self._settings.local_prefill_tokens:  # else nobody asks
+            token_ids = leg.prompt_token_ids + leg.output_token_ids
+            reader.prefixes.note(token_ids, leg.cache_salt, reader.load.blocks_total)
 
 
 def kind_of(fingerprint: Fingerprint) -> Kind:

@@ -1,7 +1,7 @@
 """The seams between the router's logic and the workers: small protocols.
 
-The real implementations are in `links` (requests and frames) and `workers` (who is there); the fakes
-that ship are in `scripted`. Everything here is used by the event loop's thread only.
+The real implementations are in `prefill_link` and `decode_link` (requests and frames) and `workers` (who
+is there); the fakes that ship are in `scripted`. Everything here is used by the event loop's thread only.
 """
 
 from __future__ import annotations

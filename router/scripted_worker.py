@@ -176,7 +176,7 @@ class ScriptedWorker:
         begun: asyncio.Future[dict[int, int]] = asyncio.get_running_loop().create_future()
         self._begun[request.request_id] = begun
         work = self._prefill(request) if self.is_prefill else self._decode(request, submit, begun)
-        self._blocks[request.request_id] = self._num_blocks(request)
+        self._blocks[request.request_id] = request.num_blocks(self.record.fingerprint.block_size)
         self._running[request.request_id] = asyncio.create_task(work)
 
     def _begin(self, begin: Any) -> None:
@@ -184,10 +184,6 @@ class ScriptedWorker:
         begun = self._begun.get(RequestId(begin.request_id))
         if begun is not None:
             begun.set_result({first.index: first.token.token_id for first in begin.first_tokens})
-
-    def _num_blocks(self, request: GenerationRequest) -> int:
-        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        return num_tokens // self.record.fingerprint.block_size + request.n
 
     def _ended(self, request_id: RequestId) -> asyncio.Task[None] | None:
         self._blocks.pop(request_id, None)
@@ -230,13 +226,12 @@ class ScriptedWorker:
         self._reply(pb.PrefillFrame(done=[done]))
 
     def _ticket(self, request: GenerationRequest) -> Ticket:
-        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         return Ticket(
             TicketId(f"ticket-{request.request_id}-{self.identity}"),
             self.identity,
             self.record.address,
             (BlockId(1),),
-            num_tokens,
+            request.num_tokens,
             0,
             lease_s=10.0,
         )

@@ -55,7 +55,12 @@ class Loaded:
 
 @pytest.fixture
 async def loaded(tmp_path: Path) -> AsyncIterator[Loaded]:
-    config = tiny_config(tiny_model("smollm2", tmp_path), prefill__num_workers=2, decode__num_workers=2)
+    config = tiny_config(
+        tiny_model("smollm2", tmp_path),
+        prefill__num_workers=2,
+        decode__num_workers=2,
+        kv_transfer__checksum=True,
+    )
     async with (
         LocalCluster(config) as cluster,
         cluster.http() as url,

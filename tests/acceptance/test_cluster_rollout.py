@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
-from served_cluster import SPLITSERVE, Served, serving, wait_until
+from served_cluster import SPLITSERVE, Served, serving, stop, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.nixl, pytest.mark.timeout(400)]
 
@@ -60,6 +61,7 @@ class Load:
                 status, answer = self._served.request("POST", "/v1/completions", body, timeout_s=90)
             except OSError as error:
                 self.failures.append(repr(error))
+                self._is_over.wait(0.1)
                 continue
             if status != 200:
                 self.failures.append(f"{status}: {answer!r}")
@@ -121,7 +123,7 @@ class Rollout:
 @pytest.fixture(scope="module")
 def rollout(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rollout]:
     folder = tmp_path_factory.mktemp("rollout")
-    settings = ["prefill.num_workers=2", "decode.num_workers=2", "drain_limit_s=20"]
+    settings = ["prefill.num_workers=2", "decode.num_workers=2"]
     flags = [word for setting in settings for word in ("--set", setting)]
     settings += [f"model={tiny_llama}", "served_model_name=tiny", f"cache_dir={folder / 'cache'}"]
     settings += ["prefill.num_blocks=200", "decode.num_blocks=200"]
@@ -165,3 +167,11 @@ def test_a_scale_down_of_both_pools_loses_no_request(rollout: Rollout) -> None:
         for role in ROLES:
             rollout.wait_until_fewer(role, before[role])
     assert not load.failures
+
+
+def test_the_end_of_all_waits_for_no_drain(rollout: Rollout) -> None:
+    """Workers may drain for a minute; Ctrl-C means now. Last in this file: it ends the cluster."""
+    load = Load(rollout.served)
+    with load.running():
+        wait_until(lambda: load.num_answered > 0, REPLACED_S, "requests run")
+        stop(rollout.served, signal.SIGINT, limit_s=20)

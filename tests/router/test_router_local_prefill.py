@@ -225,6 +225,18 @@ async def test_what_the_decode_worker_was_sent_before_does_not_count() -> None:
 
 
 @virtual_time
+async def test_prompt_that_was_computed_locally_for_want_of_owners_is_known_to_be_there() -> None:
+    async with bench(TEXT, local_prefill_tokens=BLOCK_SIZE, prefill_grace_s=0.0) as running:
+        running.decode.report(Load(blocks_total=1000, blocks_free=1000))
+        await lose_prefill_worker(running)
+        assert await text_of(running, request(running, 4 * BLOCK_SIZE)) == TEXT
+        running.cluster.add_worker(Role.PREFILL)
+        await running.until(lambda: bool(running.router.workers.prefill_workers()))
+        assert await text_of(running, request(running, 4 * BLOCK_SIZE)) == TEXT
+        assert 'local_prefills_total{reason="short"} 1.0' in await page_of(running)
+
+
+@virtual_time
 async def test_service_without_prefill_workers_is_alive_but_not_ready() -> None:
     async with bench(prefill_grace_s=0.0) as running, running.client() as client:
         assert (await client.get("/health")).json()["status"] == "ok"
