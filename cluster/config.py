@@ -22,6 +22,11 @@ DEMO_MODEL = "demo"
 
 DEFAULT_MAX_NUM_CHOICES = 16
 
+ReadFault = Literal["refuse", "fail", "truncate", "bit_flip", "stall", "delay", "disconnect"]
+CallFault = Literal["drop", "lose_reply", "delay", "duplicate", "disconnect"]
+BlockSize = Literal[8, 16, 32, 64, 128]
+Dtype = Literal["auto", "float32", "bfloat16"]
+
 Port = Annotated[int, Field(ge=0, le=65535)]
 """0 takes a free one."""
 
@@ -90,6 +95,10 @@ class PoolConfig(_Section):
 
     num_workers: int = Field(default=1, ge=1)
     """Worker processes, each with a model and KV blocks of its own."""
+    dtype: Dtype | None = None
+    """Instead of the cluster's `dtype`. Where the pools differ, KV is converted on its way."""
+    block_size: BlockSize | None = None
+    """Instead of the cluster's `block_size`."""
     num_blocks: int | None = Field(default=None, ge=2)
     """KV blocks of one worker; null: as many as its memory for them holds."""
     kv_cache_memory: ByteSize = ByteSize(512 * 2**20)
@@ -158,6 +167,24 @@ class KvTransferConfig(_Section):
     """Compare a checksum of every block that was read with its owner's. For pools in host memory."""
 
 
+class FaultsConfig(_Section):
+    """What goes wrong on purpose, for tests. Refused unless SPLITSERVE_ALLOW_FAULTS=1 is set."""
+
+    seed: int = 0
+    """The same seed gives the same faults, as far as calls and reads come in the same order."""
+    max_delay_s: float = Field(default=1.0, gt=0)
+    """How late something that is delayed may come."""
+    reads: dict[ReadFault, float] = Field(default_factory=dict)
+    """Probability per read of KV: refuse, fail, truncate, bit_flip, stall, delay, disconnect."""
+    calls: dict[str, dict[CallFault, float]] = Field(default_factory=dict)
+    """By method (Serve, Connect, Renew, Release), the probability per call or message: drop, delay,
+    disconnect, and for single calls lose_reply and duplicate."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.reads and not self.calls
+
+
 class RayConfig(_Section):
     """Which Ray cluster to run on."""
 
@@ -174,9 +201,9 @@ class ClusterConfig(_Section):
     """Hugging Face folder, .gguf file, hub id, or 'demo'."""
     served_model_name: str | None = None
     """What clients call it; null: 'demo', or the last part of `model`."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Dtype = "auto"
     """Number type of weights and KV; auto: bfloat16 where the hardware multiplies it, else float32."""
-    block_size: Literal[8, 16, 32, 64, 128] = 16
+    block_size: BlockSize = 16
     """Tokens per KV block."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt + output; null: what the model was trained for."""
@@ -193,6 +220,7 @@ class ClusterConfig(_Section):
     prefill: PoolConfig = Field(default_factory=PoolConfig)
     decode: DecodePoolConfig = Field(default_factory=DecodePoolConfig)
     kv_transfer: KvTransferConfig = Field(default_factory=KvTransferConfig)
+    faults: FaultsConfig = Field(default_factory=FaultsConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
 
     @model_validator(mode="after")
@@ -217,6 +245,12 @@ class ClusterConfig(_Section):
     @property
     def model_name(self) -> str:
         return self.served_model_name or Path(self.model).name.removesuffix(".gguf") or self.model
+
+    def dtype_of(self, pool: PoolConfig) -> Dtype:
+        return pool.dtype or self.dtype
+
+    def block_size_of(self, pool: PoolConfig) -> int:
+        return pool.block_size or self.block_size
 
     def pool(self, role: Role) -> PoolConfig:
         return self.prefill if role is Role.PREFILL else self.decode

@@ -7,6 +7,7 @@ import platform
 
 from cluster.compose import read_api_key
 from cluster.config import ClusterConfig, PoolConfig
+from cluster.faults import check_faults
 from cluster.model_length import max_model_len
 from engine.machine import COMPILERS, find_compiler, read_cpu_flags
 from engine.model.config import ModelConfig
@@ -24,6 +25,7 @@ def check_configuration(config: ClusterConfig) -> None:
             "kv_transfer.transport is loopback, which moves KV inside of one process, and each worker here"
             " is one of its own: leave it out, or set it to nixl"
         )
+    check_faults(config)
     read_api_key(config)
 
 
@@ -51,17 +53,18 @@ def _check_holds_longest(
     name: str, config: ClusterConfig, pool: PoolConfig, model: ModelConfig, length: int
 ) -> None:
     """The longest sequence must fit, beside the null block; the KV of its last token is never written."""
-    num_blocks = 1 + math.ceil((length - 1) / config.block_size)
+    block_size = config.block_size_of(pool)
+    num_blocks = 1 + math.ceil((length - 1) / block_size)
     if pool.num_blocks is not None:
         if pool.num_blocks < num_blocks:
             raise StartupError(
                 f"{name}.num_blocks is {pool.num_blocks}, but max_model_len is {length}, which takes"
-                f" {num_blocks} blocks of {config.block_size} tokens: raise the one or lower the other"
+                f" {num_blocks} blocks of {block_size} tokens: raise the one or lower the other"
             )
         return
     if pool.kv_cache_share is not None:
         return  # what is free is known when the model is loaded
-    elements = math.prod((model.num_layers, 2, model.num_kv_heads, config.block_size, model.head_dim))
+    elements = math.prod((model.num_layers, 2, model.num_kv_heads, block_size, model.head_dim))
     least_bytes = num_blocks * elements * _least_element_bytes(config, pool)
     if pool.kv_cache_memory < least_bytes:
         raise StartupError(
@@ -73,8 +76,9 @@ def _check_holds_longest(
 
 def _least_element_bytes(config: ClusterConfig, pool: PoolConfig) -> int:
     """Bytes of a number, or of the narrowest one where the worker itself decides."""
-    if config.dtype != "auto":
-        return 4 if config.dtype == "float32" else 2
+    dtype = config.dtype_of(pool)
+    if dtype != "auto":
+        return 4 if dtype == "float32" else 2
     flags = read_cpu_flags()
     is_here = config.ray.address is None and not pool.num_gpus
     return 4 if is_here and flags and not flags & BFLOAT16_FLAGS else 2

@@ -78,7 +78,11 @@ def test_the_largest_n_follows_the_batch_unless_it_is_set(tmp_path: Path) -> Non
 def test_every_key_has_a_meaning() -> None:
     config = ClusterConfig()
     sections = [config, config.http, config.router, config.prefill, config.decode]
-    keys = [key for section in [*sections, config.kv_transfer, config.ray] for key in keys_of(section)]
+    keys = [
+        key
+        for section in [*sections, config.kv_transfer, config.faults, config.ray]
+        for key in keys_of(section)
+    ]
     assert len(keys) == len(list(key_paths(ClusterConfig)))
     assert [key.name for key in keys if not key.meaning or not key.type] == []
 

@@ -87,9 +87,9 @@ async def server(
         [
             partial(add_DecodeWorkerServicer_to_server, Echo(heartbeat_s)),
             partial(
-                    add_WorkerAdminServicer_to_server,
-                    admin(lambda: RECORD, registry, lambda *_: None, lambda _: None),
-                ),
+                add_WorkerAdminServicer_to_server,
+                admin(lambda: RECORD, registry, lambda *_: None, lambda _: None),
+            ),
         ],
         "127.0.0.1",
         0,
