@@ -28,8 +28,8 @@ def benchmarks(threads: int, *, full: bool) -> dict[str, Callable[[], Figures]]:
     """By name, in the order in which they run."""
     num_rounds = 7 if full else 3
     return {
-        "transfer_rate_short": lambda: transfer_rate.measure(SHORT, num_rounds=3 * num_rounds),
-        "transfer_rate_long": lambda: transfer_rate.measure(LONG, num_rounds),
+        "transfer_rate_short": lambda: transfer_rate.measure(SHORT, 5 * num_rounds),
+        "transfer_rate_long": lambda: transfer_rate.measure(LONG, 2 * num_rounds),
         "handoff_blank_short": lambda: handoff_time.measure_blank(SHORT, 5 * num_rounds),
         "handoff_blank_long": lambda: handoff_time.measure_blank(LONG, num_rounds),
         "handoff_time_short": lambda: handoff_time.measure(SHORT, 3 * num_rounds, threads),

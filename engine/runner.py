@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.device import wait_for
 from engine.host_kv_pool import HostKvPool
 from engine.kv_cache import KvCache
 from engine.model import DecoderModel, HiddenState
@@ -50,7 +51,9 @@ class ModelRunner:
         """Move blocks, write the KV of every slice's tokens, and sample and score where it is due."""
         with torch.inference_mode():
             self._move(plan)
-            return self._compute(plan.slices) if plan.slices else StepResult(())
+            result = self._compute(plan.slices) if plan.slices else StepResult(())
+            wait_for(self._model.device)  # a step that samples nothing has not waited for its KV yet
+            return result
 
     def warm_up(self, num_tokens: int = 64) -> None:
         """Run a prefill and a decode into the null block, so that the first request finds all warm."""

@@ -10,14 +10,19 @@ was promised since (to legs whose ticket has not come yet, or whose submission i
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
-from collections.abc import Callable
+from bisect import insort
+from collections.abc import Callable, Set
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from protocol.errors import SplitserveError
 from protocol.handoff import Credit
+from protocol.ids import WorkerIdentity
 from protocol.ports import Clock
+
+MAX_OVERTAKEN = 64
+"""Callers that are looked past for one that could be served: trying them all takes time on every frame."""
 
 
 class Reservation:
@@ -110,15 +115,31 @@ Order = tuple[int, ...]
 """Smaller comes first; equal ones in the order of their arrival."""
 
 
-class CreditQueue:
-    """Those who wait for the credit of any decode worker. The first one is served first, or nobody.
+@dataclass(frozen=True, slots=True)
+class WaitsFor:
+    """None of these workers has credit for the caller yet: those behind it get nothing of theirs."""
 
-    So a request of many blocks is not overtaken for ever by small ones.
+    workers: Set[WorkerIdentity]
+
+
+Attempt = Callable[[Set[WorkerIdentity]], R | WaitsFor | None]
+"""Tries to get something of a worker that is not among the given ones: others wait for those already.
+
+None: nothing, and the caller waits for whatever worker there is. Must neither raise nor block.
+"""
+
+
+class CreditQueue:
+    """Those who wait for the credit of decode workers. A worker's goes to the first that can use it.
+
+    So a request of many blocks is not overtaken for ever by small ones, and one that only few workers
+    may take does not hold up others.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._waiting: list[tuple[Order, int, _Waiter]] = []
+        """Sorted."""
         self._arrivals = itertools.count()
         self._closed_by: SplitserveError | None = None
 
@@ -129,21 +150,20 @@ class CreditQueue:
     async def reserve(
         self,
         order: Order,
-        attempt: Callable[[], R | None],
+        attempt: Attempt[R],
         timeout_s: float,
         on_waited: Callable[[float], None] = lambda seconds: None,
     ) -> R:
-        """What `attempt` returns as soon as it is this caller's turn and it returns anything.
+        """What `attempt` returns as soon as it is this caller's turn and it returns something.
 
-        `attempt` must neither raise nor block; it is tried again whenever credit may have become free.
-        `on_waited` gets the seconds of one that did not come through at once. Raises `TimeoutError`, and
-        what the queue was closed with.
+        It is tried again whenever credit may have become free. `on_waited` gets the seconds of one that
+        did not come through at once. Raises `TimeoutError`, and what the queue was closed with.
         """
         if self._closed_by is not None:
             raise self._closed_by
         granted: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         entry = (order, next(self._arrivals), _Waiter(attempt, granted))
-        heapq.heappush(self._waiting, entry)
+        insort(self._waiting, entry)
         self.wake()
         if granted.done():
             return granted.result()
@@ -159,14 +179,22 @@ class CreditQueue:
 
     def wake(self) -> None:
         """Credit may have become free, or a worker usable. Cheap when nobody waits."""
-        while self._waiting and self._waiting[0][2].is_served():
-            heapq.heappop(self._waiting)
+        claimed: set[WorkerIdentity] = set()
+        num_overtaken = 0
+        while num_overtaken < min(len(self._waiting), MAX_OVERTAKEN):
+            waiter = self._waiting[num_overtaken][2]
+            if waiter.is_served(claimed):
+                del self._waiting[num_overtaken]
+            elif waiter.waits_for is None:
+                return
+            else:
+                claimed |= waiter.waits_for.workers
+                num_overtaken += 1
 
     def _withdraw(self, entry: tuple[Order, int, _Waiter]) -> None:
         """Leave the queue; what was granted at the same moment is given back."""
         if entry in self._waiting:
             self._waiting.remove(entry)
-            heapq.heapify(self._waiting)
             self.wake()  # the one behind may be content with less
         else:
             entry[2].give_back()
@@ -189,18 +217,22 @@ class CreditQueue:
 class _Waiter:
     """One caller of `reserve`. Its types are erased: a queue serves callers of any."""
 
-    def __init__(self, attempt: Callable[[], R | None], granted: asyncio.Future[R]) -> None:
-        self._attempt: Callable[[], Releasable | None] = attempt
+    def __init__(self, attempt: Attempt[R], granted: asyncio.Future[R]) -> None:
+        self.waits_for: WaitsFor | None = None
+        """As of the last try."""
+        self._attempt: Attempt[Releasable] = attempt
         self._granted: asyncio.Future[Releasable] = granted  # type: ignore[assignment]  # invariant
 
-    def is_served(self) -> bool:
+    def is_served(self, claimed: Set[WorkerIdentity]) -> bool:
         """Whether the caller is done with waiting, by this try at the latest."""
         if self._granted.done():  # its task is being cancelled, and has not run yet
             return True
-        found = self._attempt()
-        if found is not None:
-            self._granted.set_result(found)
-        return found is not None
+        found = self._attempt(claimed)
+        if found is None or isinstance(found, WaitsFor):
+            self.waits_for = found
+            return False
+        self._granted.set_result(found)
+        return True
 
     def fail(self, error: SplitserveError) -> None:
         if not self._granted.done():

@@ -13,7 +13,7 @@ from protocol.errors import SplitserveError, WorkerUnavailable
 from protocol.generation import GenerationRequest, Token, TokenDelta
 from protocol.handoff import Ticket
 from router.placement import Placement
-from router.ports import Prefilled, PrefillRun, TokenStream
+from router.ports import DecodeWorker, Prefilled, PrefillRun, PrefillWorker, TokenStream
 from router.run import Run
 from router.seat import Paired
 
@@ -46,6 +46,11 @@ class HandOver:
         self._taken: asyncio.Task[TokenDelta] = asyncio.create_task(
             self._until_taken(), name=f"hand-over of {leg.request_id}"
         )
+
+    @property
+    def ends(self) -> tuple[PrefillWorker, DecodeWorker]:
+        """The owner, and the reader that has the ticket now or had it last."""
+        return self._owner, self._seat.worker
 
     async def prefilled(self, prefill: PrefillRun) -> Prefilled:
         """What the prefill comes to. Raises what is wrong with it, or with all its readers."""

@@ -62,6 +62,7 @@ class LegRunner:
         """From the first tokens on. The reader hears of them before a slow client has taken them."""
         since = self._clock()
         _note_scores(run, done)
+        run.settle_on(*hand_over.ends)
         if done.open_choices:
             run.abort_choice = hand_over.drop
             hand_over.begin(done.open_choices)
@@ -84,6 +85,7 @@ class LegRunner:
         if done.open_choices:
             raise EngineFault("a prefill worker went beyond max_tokens")
         _note_scores(run, done)
+        run.settle_on(place.owner)
         for first in done.firsts:
             yield first
 
@@ -93,7 +95,9 @@ class LegRunner:
         with place.seat, closing(place.seat.submit(run.leg(), None)) as stream:
             run.abort_choice = stream.drop
             while run.emitted:
-                yield await run.deadline.bound(stream.next())
+                delta = await run.deadline.bound(stream.next())
+                run.settle_on(place.seat.worker)
+                yield delta
 
 
 def _note_scores(run: Run, done: Prefilled) -> None:

@@ -7,16 +7,16 @@ is bounded by the request's deadline and by `worker_wait_s`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence, Set
 from typing import TypeVar
 
 from protocol.errors import Overloaded, SplitserveError, WorkerUnavailable
 from protocol.generation import GenerationRequest
-from protocol.handoff import Fingerprint
-from protocol.ids import Role
+from protocol.ids import Role, WorkerIdentity
 from protocol.ports import Clock
-from router.credit import Order
+from router.credit import Order, WaitsFor
 from router.deadline import deadline_exceeded
+from router.kinds import of_contents, paired_with
 from router.policy import RoutingPolicy
 from router.ports import (
     DecodeWorker,
@@ -32,8 +32,6 @@ from router.seat import Alone, Local, Paired, Place, Seat, can_seat
 from router.settings import RouterSettings
 
 W = TypeVar("W", bound=Worker)
-
-Kind = tuple[str, str, int]
 
 
 class Placement:
@@ -63,16 +61,27 @@ class Placement:
         while True:
             reason = await self._reason_to_do_without(run, leg)
             if reason is None and _is_last_token(leg):
-                return Alone(self._owner(run))
-            seat = await self._first_seat(run, leg, has_owner=reason is None)
-            if reason is None and self._is_short(run, leg, seat.worker):
-                reason = LocalReason.SHORT
-            self._note_prefix(leg, seat.worker)
-            if reason is not None:
-                return Local(seat, reason)
-            if self._workers.prefill_workers():
-                return Paired(self._owner(run, seat.worker), seat)
-            seat.release()  # they have gone while credit was waited for
+                return Alone(self._owner(run, self._owners(run)))
+            seat = await self._first_seat(run, leg, may_be_alone=reason is not None)
+            place = self._place(run, leg, seat, reason)
+            if place is not None:
+                self._note_prefix(leg, seat.worker)
+                return place
+            seat.release()
+
+    def _place(
+        self, run: Run, leg: GenerationRequest, seat: Seat, reason: LocalReason | None
+    ) -> Place | None:
+        """What the seat is good for now; None: its owners have gone while credit was waited for."""
+        if reason is None and self._is_short(run, leg, seat.worker):
+            reason = LocalReason.SHORT
+        if reason is not None:
+            return Local(seat, reason)
+        if owners := paired_with(self._owners(run), [seat.worker]):
+            return Paired(self._owner(run, owners), seat)
+        if self._workers.prefill_workers() and self._may_fall_back(run, leg):
+            return Local(seat, LocalReason.NO_PAIR)
+        return None
 
     async def other_seat(
         self, run: Run, leg: GenerationRequest, owner: PrefillWorker, limit_s: float
@@ -82,11 +91,10 @@ class Placement:
         Raises `TimeoutError`.
         """
 
-        def attempt() -> Seat | None:
-            kind = kind_of(owner.fingerprint)
-            workers = self._workers.decode_workers()
-            alike = [worker for worker in workers if kind_of(worker.fingerprint) == kind]
-            return self._seat(leg, [worker for worker in alike if worker.identity not in run.failed])
+        def attempt(claimed: Set[WorkerIdentity]) -> Seat | WaitsFor | None:
+            alike = paired_with(self._readers(run), [owner])
+            others = [worker for worker in alike if worker.identity not in run.failed]
+            return self._seat(run, leg, others, claimed)
 
         seat = await self._workers.credits.reserve(
             _order(leg, is_under_way=True),
@@ -97,14 +105,15 @@ class Placement:
         self._observer.reoffered()
         return seat
 
-    async def _first_seat(self, run: Run, leg: GenerationRequest, *, has_owner: bool) -> Seat:
-        def attempt() -> Seat | None:
-            workers = self._workers.decode_workers()
-            owners = self._workers.prefill_workers() if has_owner else ()
-            return self._seat(leg, _fresh(_alike(workers, _kinds(owners)), run))
+    async def _first_seat(self, run: Run, leg: GenerationRequest, *, may_be_alone: bool) -> Seat:
+        """`may_be_alone`: it is known already that the decode worker computes the prompt."""
 
-        if workers := self._workers.decode_workers():
-            run.current = self._policy.choose(Role.DECODE, workers).identity
+        def attempt(claimed: Set[WorkerIdentity]) -> Seat | WaitsFor | None:
+            readers = self._readers(run) if may_be_alone else self._useful_readers(run, leg)
+            return self._seat(run, leg, readers, claimed)
+
+        if readers := self._readers(run):
+            run.current = self._policy.choose(Role.DECODE, readers).identity
         give_up_s = min(self._settings.worker_wait_s, run.deadline.remaining_s)
         try:
             return await self._workers.credits.reserve(
@@ -114,33 +123,59 @@ class Placement:
                 self._observer.waited_for_credit,
             )
         except TimeoutError as error:
-            raise self._why_no_seat(run) from error
+            raise self._why_no_seat(run, leg, may_be_alone=may_be_alone) from error
 
-    def _why_no_seat(self, run: Run) -> SplitserveError:
+    def _useful_readers(self, run: Run, leg: GenerationRequest) -> list[DecodeWorker]:
+        """Those that an owner may compute the prompt for; else all, if they may compute it themselves."""
+        readers = self._readers(run)
+        if not self._workers.prefill_workers():
+            return readers  # for how long is not a question of credit: see `find`
+        paired = paired_with(readers, self._owners(run))
+        return paired if paired or not self._may_fall_back(run, leg) else readers
+
+    def _why_no_seat(self, run: Run, leg: GenerationRequest, *, may_be_alone: bool) -> SplitserveError:
+        if self._readers(run) and not (may_be_alone or self._useful_readers(run, leg)):
+            return self._unavailable("no prefill worker's KV is of use to a decode worker")
         if not run.deadline.remaining_s:
             return deadline_exceeded()
-        if not num_usable(self._workers, Role.DECODE):
-            return self._nobody(Role.DECODE)
+        if not self._readers(run):
+            return self._nobody(run, Role.DECODE)
         return Overloaded(
             "no decode worker has room for the request",
             code="rate_limit_exceeded",
             retry_after_s=self._settings.retry_after_s,
         )
 
-    def _seat(self, leg: GenerationRequest, workers: Sequence[DecodeWorker]) -> Seat | None:
-        able = [worker for worker in workers if can_seat(worker, leg)]
-        return Seat(self._policy.choose(Role.DECODE, able), leg) if able else None
+    def _seat(
+        self,
+        run: Run,
+        leg: GenerationRequest,
+        workers: Sequence[DecodeWorker],
+        claimed: Set[WorkerIdentity],
+    ) -> Seat | WaitsFor | None:
+        free = (worker for worker in workers if worker.identity not in claimed)
+        able = [worker for worker in free if can_seat(worker, leg)]
+        if able:
+            return Seat(self._policy.choose(Role.DECODE, _fresh(able, run)), leg)
+        waits_for_all = len(workers) == num_usable(self._workers, Role.DECODE)
+        return None if waits_for_all else WaitsFor({worker.identity for worker in workers})
 
-    def _owner(self, run: Run, reader: DecodeWorker | None = None) -> PrefillWorker:
-        """A prefill worker, of the reader's own kind if there is one: versions mix in a rolling update."""
-        workers = self._workers.prefill_workers()
-        alike = _alike(workers, _kinds([reader])) if reader else workers
-        return self._policy.choose(Role.PREFILL, _fresh(alike, run))
+    def _readers(self, run: Run) -> list[DecodeWorker]:
+        return of_contents(self._workers.decode_workers(), run.contents)
 
-    def _nobody(self, role: Role) -> WorkerUnavailable:
-        return WorkerUnavailable(
-            f"no {role.value} worker can take requests now", retry_after_s=self._settings.retry_after_s
-        )
+    def _owners(self, run: Run) -> list[PrefillWorker]:
+        return of_contents(self._workers.prefill_workers(), run.contents)
+
+    def _owner(self, run: Run, owners: Sequence[PrefillWorker]) -> PrefillWorker:
+        return self._policy.choose(Role.PREFILL, _fresh(owners, run))
+
+    def _nobody(self, run: Run, role: Role) -> WorkerUnavailable:
+        if num_usable(self._workers, role):
+            return self._unavailable(f"no {role.value} worker runs the model that the request began on")
+        return self._unavailable(f"no {role.value} worker can take requests now")
+
+    def _unavailable(self, why: str) -> WorkerUnavailable:
+        return WorkerUnavailable(why, retry_after_s=self._settings.retry_after_s)
 
     async def _reason_to_do_without(self, run: Run, leg: GenerationRequest) -> LocalReason | None:
         """Wait until there is a prefill worker, or a reason to do without one."""
@@ -148,22 +183,22 @@ class Placement:
         if may_fall_back and self._all_have_failed(run):
             return LocalReason.PREFILL_FAILED
         give_up_s = self._clock() + self._settings.worker_wait_s
-        while (absent_since := self._workers.prefill_absent_since) is not None:
+        while not self._owners(run):
+            absent_since = self._workers.prefill_absent_since
+            if absent_since is None and may_fall_back:
+                return LocalReason.NO_PAIR  # those that are there are of another version
             now = self._clock()
-            until = absent_since + self._settings.prefill_grace_s if may_fall_back else give_up_s
+            until = give_up_s
+            if absent_since is not None and may_fall_back:
+                until = absent_since + self._settings.prefill_grace_s
             if now >= run.deadline.at:
                 raise deadline_exceeded()
             if now >= until:
                 if may_fall_back:
                     return LocalReason.NO_PREFILL_WORKER
-                raise self._nobody(Role.PREFILL)
+                raise self._nobody(run, Role.PREFILL)
             await self._change_within(min(until - now, run.deadline.remaining_s))
-        return LocalReason.NO_PAIR if may_fall_back and not self._has_pair() else None
-
-    def _has_pair(self) -> bool:
-        """Whether there may be a prefill worker whose KV is of use to a decode worker."""
-        readers = _kinds(self._workers.decode_workers())
-        return not readers or not readers.isdisjoint(_kinds(self._workers.prefill_workers()))
+        return None
 
     async def _change_within(self, limit_s: float) -> None:
         """Return after the next change of the workers, or when the time is up."""
@@ -177,7 +212,7 @@ class Placement:
         return self._settings.local_prefill_on_failure and _may_be_local(run, leg)
 
     def _all_have_failed(self, run: Run) -> bool:
-        owners = {worker.identity for worker in self._workers.prefill_workers()}
+        owners = {worker.identity for worker in self._owners(run)}
         return bool(run.failed_owners) and owners <= run.failed_owners
 
     def _is_short(self, run: Run, leg: GenerationRequest, reader: DecodeWorker) -> bool:
@@ -193,20 +228,6 @@ class Placement:
         if self._settings.local_prefill_tokens:  # else nobody asks
             token_ids = leg.prompt_token_ids + leg.output_token_ids
             reader.prefixes.note(token_ids, leg.cache_salt, reader.load.blocks_total)
-
-
-def kind_of(fingerprint: Fingerprint) -> Kind:
-    """What must be alike for the KV of one worker to be of use to another. Layouts are converted."""
-    return fingerprint.model, fingerprint.revision, fingerprint.wire_version
-
-
-def _kinds(workers: Iterable[Worker]) -> set[Kind]:
-    return {kind_of(worker.fingerprint) for worker in workers}
-
-
-def _alike(workers: Sequence[W], kinds: Collection[Kind]) -> Sequence[W]:
-    """Those of one of the kinds; all of them where there are none: their answer says what is wrong."""
-    return [worker for worker in workers if kind_of(worker.fingerprint) in kinds] or workers
 
 
 def _fresh(workers: Sequence[W], run: Run) -> Sequence[W]:

@@ -34,6 +34,7 @@ SETTINGS = st.fixed_dictionaries(
         "low_watermark": st.sampled_from([0.0, 0.1]),
         "high_watermark": st.sampled_from([0.1, 0.3]),
         "long_prefill_token_threshold": st.sampled_from([0, 4]),
+        "max_num_waiting": st.sampled_from([3, 20]),
         "ageing_tokens": st.sampled_from([1, 8]),
     }
 )

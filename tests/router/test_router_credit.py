@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,7 +13,8 @@ from virtual_time import settle, virtual_time
 
 from protocol.errors import WorkerUnavailable
 from protocol.handoff import Credit
-from router.credit import CreditAccount, CreditQueue, Order, Reservation
+from protocol.ids import WorkerId, WorkerIdentity
+from router.credit import MAX_OVERTAKEN, Attempt, CreditAccount, CreditQueue, Order, Reservation, WaitsFor
 
 
 def test_promises_count_until_a_grant_accounts_for_them() -> None:
@@ -151,8 +152,8 @@ class Purse:
 
         return asyncio.create_task(wait())
 
-    def _attempt(self, name: str, num_blocks: int) -> Callable[[], Grant | None]:
-        def attempt() -> Grant | None:
+    def _attempt(self, name: str, num_blocks: int) -> Attempt[Grant]:
+        def attempt(claimed: Set[WorkerIdentity]) -> Grant | None:
             if self.num_blocks < num_blocks:
                 return None
             self.num_blocks -= num_blocks
@@ -253,3 +254,49 @@ async def test_closed_queue_lets_nobody_wait() -> None:
     purse.put(1)
     await purse.ask("again", 1)
     purse.queue.assert_idle()
+
+
+def ask_of(
+    queue: CreditQueue, free: dict[str, int], workers: str, timeout_s: float = 100.0
+) -> asyncio.Task[Grant]:
+    """Wait for one block of one of some workers, each of which is a letter."""
+
+    def attempt(claimed: Set[WorkerIdentity]) -> Grant | WaitsFor:
+        wanted = {WorkerIdentity(WorkerId(worker), "1") for worker in workers}
+        for worker in sorted(wanted - claimed, key=str):
+            if free.get(worker.worker_id, 0):
+                free[worker.worker_id] -= 1
+                return Grant(Purse(queue), 1)
+        return WaitsFor(wanted)
+
+    return asyncio.create_task(queue.reserve((0, 1), attempt, timeout_s))
+
+
+@virtual_time
+async def test_those_behind_get_what_nobody_before_them_waits_for() -> None:
+    queue, free = CreditQueue(asyncio.get_running_loop().time), {"a": 0, "b": 1}
+    first, second, third = (ask_of(queue, free, workers) for workers in ("a", "a", "ab"))
+    await third
+    assert not first.done()
+    last = ask_of(queue, free, "ab")
+    free["a"] = 1
+    queue.wake()
+    await first
+    assert not second.done()
+    free["a"] = 2
+    queue.wake()
+    await asyncio.gather(second, last)
+    queue.assert_idle()
+
+
+@virtual_time
+async def test_only_so_many_are_overtaken() -> None:
+    queue, free = CreditQueue(asyncio.get_running_loop().time), {"b": 1}
+    ahead = [ask_of(queue, free, "a", timeout_s=9.0) for _ in range(MAX_OVERTAKEN)]
+    last = ask_of(queue, free, "b")
+    await settle()
+    assert not last.done()
+    await asyncio.wait(ahead)
+    await last
+    assert all(isinstance(task.exception(), TimeoutError) for task in ahead)
+    queue.assert_idle()

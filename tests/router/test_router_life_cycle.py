@@ -246,10 +246,10 @@ async def test_prompt_of_a_prefill_worker_that_is_drained_goes_elsewhere() -> No
 
 @virtual_time
 async def test_ticket_without_another_decode_worker_is_given_back_in_time() -> None:
-    """The owner gives its blocks up a second after its reader is gone: waiting longer is of no use."""
+    """The owner gives its blocks up soon after its reader is gone: waiting longer is of no use."""
     async with scene(FETCHING, num_decode=1) as found:
         found.reader.kill()
-        await asyncio.sleep(0.9)
+        await asyncio.sleep(0.6)
         assert found.owner.released == []
         await asyncio.sleep(0.2)
         assert found.owner.released == found.owner.tickets
