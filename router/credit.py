@@ -140,12 +140,14 @@ class CreditQueue:
         self._clock = clock
         self._waiting: list[tuple[Order, int, _Waiter]] = []
         """Sorted."""
+        self._stranded: list[tuple[Order, int, _Waiter]] = []
+        """Those that can use none of the workers that there are: no credit helps them."""
         self._arrivals = itertools.count()
         self._closed_by: SplitserveError | None = None
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._stranded)
 
     async def reserve(
         self,
@@ -156,8 +158,8 @@ class CreditQueue:
     ) -> R:
         """What `attempt` returns as soon as it is this caller's turn and it returns something.
 
-        It is tried again whenever credit may have become free. `on_waited` gets the seconds of one that
-        did not come through at once. Raises `TimeoutError`, and what the queue was closed with.
+        It is tried again on `wake` and on `workers_changed`. `on_waited` gets the seconds of one that did
+        not come through at once. Raises `TimeoutError`, and what the queue was closed with.
         """
         if self._closed_by is not None:
             raise self._closed_by
@@ -178,7 +180,7 @@ class CreditQueue:
             on_waited(self._clock() - since)
 
     def wake(self) -> None:
-        """Credit may have become free, or a worker usable. Cheap when nobody waits."""
+        """Credit may have become free. Cheap when nobody waits."""
         claimed: set[WorkerIdentity] = set()
         num_overtaken = 0
         while num_overtaken < min(len(self._waiting), MAX_OVERTAKEN):
@@ -187,13 +189,23 @@ class CreditQueue:
                 del self._waiting[num_overtaken]
             elif waiter.waits_for is None:
                 return
+            elif not waiter.waits_for.workers:
+                self._stranded.append(self._waiting.pop(num_overtaken))
             else:
                 claimed |= waiter.waits_for.workers
                 num_overtaken += 1
 
+    def workers_changed(self) -> None:
+        """Others are usable now."""
+        stranded, self._stranded = self._stranded, []
+        self._waiting = sorted(self._waiting + stranded)
+        self.wake()
+
     def _withdraw(self, entry: tuple[Order, int, _Waiter]) -> None:
         """Leave the queue; what was granted at the same moment is given back."""
-        if entry in self._waiting:
+        if entry in self._stranded:
+            self._stranded.remove(entry)
+        elif entry in self._waiting:
             self._waiting.remove(entry)
             self.wake()  # the one behind may be content with less
         else:
@@ -206,12 +218,12 @@ class CreditQueue:
     def close(self, error: SplitserveError) -> None:
         """All that wait, and all that come, get `error`."""
         self._closed_by = error
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, self._stranded = self._waiting + self._stranded, [], []
         for _, _, waiter in waiting:
             waiter.fail(error)
 
     def assert_idle(self) -> None:
-        assert not self._waiting, f"{len(self._waiting)} still wait for credit"  # noqa: S101
+        assert not self.num_waiting, f"{self.num_waiting} still wait for credit"  # noqa: S101
 
 
 class _Waiter:

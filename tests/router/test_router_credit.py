@@ -262,7 +262,7 @@ def ask_of(
     """Wait for one block of one of some workers, each of which is a letter."""
 
     def attempt(claimed: Set[WorkerIdentity]) -> Grant | WaitsFor:
-        wanted = {WorkerIdentity(WorkerId(worker), "1") for worker in workers}
+        wanted = {WorkerIdentity(WorkerId(worker), "1") for worker in workers if worker in free}
         for worker in sorted(wanted - claimed, key=str):
             if free.get(worker.worker_id, 0):
                 free[worker.worker_id] -= 1
@@ -291,7 +291,7 @@ async def test_those_behind_get_what_nobody_before_them_waits_for() -> None:
 
 @virtual_time
 async def test_only_so_many_are_overtaken() -> None:
-    queue, free = CreditQueue(asyncio.get_running_loop().time), {"b": 1}
+    queue, free = CreditQueue(asyncio.get_running_loop().time), {"a": 0, "b": 1}
     ahead = [ask_of(queue, free, "a", timeout_s=9.0) for _ in range(MAX_OVERTAKEN)]
     last = ask_of(queue, free, "b")
     await settle()
@@ -299,4 +299,22 @@ async def test_only_so_many_are_overtaken() -> None:
     await asyncio.wait(ahead)
     await last
     assert all(isinstance(task.exception(), TimeoutError) for task in ahead)
+    queue.assert_idle()
+
+
+@virtual_time
+async def test_any_number_of_those_who_can_use_no_worker_is_overtaken() -> None:
+    queue, free = CreditQueue(asyncio.get_running_loop().time), {"b": 1}
+    stranded = [ask_of(queue, free, "a") for _ in range(3 * MAX_OVERTAKEN)]
+    leaving = ask_of(queue, free, "a", timeout_s=1.0)
+    await ask_of(queue, free, "b")
+    with pytest.raises(TimeoutError):
+        await leaving
+    assert queue.num_waiting == len(stranded)
+    free["a"] = 2
+    queue.workers_changed()
+    await asyncio.gather(*stranded[:2])
+    assert queue.num_waiting == len(stranded) - 2
+    queue.close(WorkerUnavailable("stopped"))
+    await asyncio.wait(stranded)
     queue.assert_idle()

@@ -60,6 +60,7 @@ class Options:
     checksum: bool
     late: bool
     without_validation: bool
+    folder: Path | None
 
     @property
     def build(self) -> str:
@@ -105,7 +106,7 @@ class Found:
 def main() -> int:
     options = _parse()
     # A folder of its own that stays when something was wrong: with the workers' logs.
-    folder = Path(tempfile.mkdtemp(prefix="splitserve-soak-"))
+    folder = Path(tempfile.mkdtemp(prefix="splitserve-soak-", dir=options.folder))
     python_path = [*sys.path[:3], str(FOLDER.parent.parent)]
     override({"PYTHONPATH": os.pathsep.join(python_path)})  # workers are built by a module of this folder
     found = asyncio.run(_soak(options, folder))
@@ -127,6 +128,7 @@ def _parse() -> Options:
     parser.add_argument(
         "--without-validation", action="store_true", help="as --late, and take any verdict for VALID"
     )
+    parser.add_argument("--folder", type=Path, help="for what stays when something was wrong; else /tmp")
     arguments = parser.parse_args()
     return Options(
         seconds=arguments.seconds,
@@ -135,6 +137,7 @@ def _parse() -> Options:
         checksum=arguments.checksums,
         late=arguments.late,
         without_validation=arguments.without_validation,
+        folder=arguments.folder,
     )
 
 
