@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from bisect import insort
 from collections.abc import Callable, Set
 from dataclasses import dataclass
@@ -155,11 +156,15 @@ class CreditQueue:
         attempt: Attempt[R],
         timeout_s: float,
         on_waited: Callable[[float], None] = lambda seconds: None,
+        *,
+        patience_s: float = math.inf,
+        is_hopeful: Callable[[], bool] = lambda: True,
     ) -> R:
         """What `attempt` returns as soon as it is this caller's turn and it returns something.
 
         It is tried again on `wake` and on `workers_changed`. `on_waited` gets the seconds of one that did
-        not come through at once. Raises `TimeoutError`, and what the queue was closed with.
+        not come through at once. Raises `TimeoutError`, before its time when a look, one every
+        `patience_s`, shows that there is no hope, and what the queue was closed with.
         """
         if self._closed_by is not None:
             raise self._closed_by
@@ -171,13 +176,26 @@ class CreditQueue:
             return granted.result()
         since = self._clock()
         try:
-            async with asyncio.timeout(timeout_s):
-                return await granted
+            await self._wait(granted, since + timeout_s, patience_s, is_hopeful)
+            return granted.result()
         except BaseException:
             self._withdraw(entry)
             raise
         finally:
             on_waited(self._clock() - since)
+
+    async def _wait(
+        self,
+        granted: asyncio.Future[R],
+        give_up_s: float,
+        patience_s: float,
+        is_hopeful: Callable[[], bool],
+    ) -> None:
+        while not granted.done():
+            left_s = give_up_s - self._clock()
+            await asyncio.wait([granted], timeout=min(left_s, patience_s))
+            if not granted.done() and (left_s <= patience_s or not is_hopeful()):
+                raise TimeoutError
 
     def wake(self) -> None:
         """Credit may have become free. Cheap when nobody waits."""

@@ -1,7 +1,7 @@
 """Which workers does a leg get? Waits until there are some, and until one of them has credit.
 
 A decode worker's credit comes first: no prompt is computed whose KV nobody could take over. Every wait
-is bounded by the request's deadline and by `worker_wait_s`.
+is bounded by the request's deadline; that for workers which are not there at all by `worker_wait_s`, too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence, Set
 from typing import TypeVar
 
-from protocol.errors import Overloaded, SplitserveError, WorkerUnavailable
+from protocol.errors import SplitserveError, WorkerUnavailable
 from protocol.generation import GenerationRequest
 from protocol.ids import Role, WorkerIdentity
 from protocol.ports import Clock
@@ -54,8 +54,7 @@ class Placement:
     async def find(self, run: Run) -> Place:
         """A place for the request's next leg. Whoever asked releases the seat.
 
-        Raises `WorkerUnavailable`, `Overloaded` when no decode worker has credit in time, and
-        `DeadlineExceeded`.
+        Raises `WorkerUnavailable` and `DeadlineExceeded`.
         """
         leg = run.leg()
         while True:
@@ -114,13 +113,14 @@ class Placement:
 
         if readers := self._readers(run):
             run.current = self._policy.choose(Role.DECODE, readers).identity
-        give_up_s = min(self._settings.worker_wait_s, run.deadline.remaining_s)
         try:
             return await self._workers.credits.reserve(
                 _order(leg, is_under_way=run.has_emitted),
                 attempt,
-                give_up_s,
+                run.deadline.remaining_s,
                 self._observer.waited_for_credit,
+                patience_s=self._settings.worker_wait_s,
+                is_hopeful=lambda: bool(self._useful_readers(run, leg)),
             )
         except TimeoutError as error:
             raise self._why_no_seat(run, leg, may_be_alone=may_be_alone) from error
@@ -136,15 +136,9 @@ class Placement:
     def _why_no_seat(self, run: Run, leg: GenerationRequest, *, may_be_alone: bool) -> SplitserveError:
         if self._readers(run) and not (may_be_alone or self._useful_readers(run, leg)):
             return self._unavailable("no prefill worker's KV is of use to a decode worker")
-        if not run.deadline.remaining_s:
-            return deadline_exceeded()
-        if not self._readers(run):
+        if not self._readers(run) and run.deadline.remaining_s:
             return self._nobody(run, Role.DECODE)
-        return Overloaded(
-            "no decode worker has room for the request",
-            code="rate_limit_exceeded",
-            retry_after_s=self._settings.retry_after_s,
-        )
+        return deadline_exceeded()
 
     def _seat(
         self,

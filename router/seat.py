@@ -68,7 +68,9 @@ Place = Local | Paired | Alone
 
 
 def can_seat(worker: DecodeWorker, leg: GenerationRequest) -> bool:
-    """Whether the worker has credit for the leg."""
+    """Whether the worker has credit for the leg, or is to refuse it: more than its pool it never has."""
     load = worker.load
     is_idle = not (load.num_running or load.num_waiting or load.num_held)
-    return worker.client.credit.covers(leg.num_blocks(worker.fingerprint.block_size), is_idle=is_idle)
+    num_blocks = leg.num_blocks(worker.fingerprint.block_size)
+    never_fits = load.blocks_total and num_blocks > load.blocks_total
+    return never_fits or worker.client.credit.covers(num_blocks, is_idle=is_idle)
