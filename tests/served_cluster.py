@@ -32,6 +32,11 @@ class Served:
     log: Path
     environment: dict[str, str]
 
+    @property
+    def own_environment(self) -> dict[str, str]:
+        """In which commands find this server."""
+        return {**os.environ, **self.environment}
+
     def output(self) -> str:
         return self.log.read_text(encoding="utf-8")
 
@@ -98,7 +103,7 @@ class Served:
             text=True,
             timeout=60,
             check=False,
-            env={**os.environ, **self.environment},
+            env=self.own_environment,
         )
         return done.stdout
 

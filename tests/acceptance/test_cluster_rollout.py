@@ -88,7 +88,8 @@ class Rollout:
 
     def redeploy(self, *changes: str) -> None:
         settings = [*self._settings, f"http.port={self.served.port}", *changes]
-        subprocess.run([sys.executable, "-c", REDEPLOY, *settings], check=True, timeout=60)
+        command = [sys.executable, "-c", REDEPLOY, *settings]
+        subprocess.run(command, check=True, timeout=60, env=self.served.own_environment)
 
     def workers(self, role: str) -> set[str]:
         """Ids of those that the router is connected to. Costs less than `splitserve status`."""
@@ -149,8 +150,15 @@ def test_a_drained_worker_is_replaced_and_loses_no_request(rollout: Rollout) -> 
     load = Load(rollout.served)
     with load.running():
         command = [SPLITSERVE, "drain", victim[: len(victim) - 2], "--limit", "20"]
-        command += ["--port", str(rollout.served.port), *rollout.served.arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        command += ["--port", str(rollout.served.port)]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env=rollout.served.own_environment,
+        )
         assert victim not in rollout.two_of_each()["decode"]
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{victim}@")
