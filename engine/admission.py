@@ -128,12 +128,13 @@ class Admission:
         outranked = [s for s in self._roster.preemptible() if self._roster.policy.outranks(first, s)]
         if not room.may_be_enough_without(outranked):
             return None
-        # To count blocks is slow. Until somebody comes or goes, or more is cached, they only get fewer.
+        # To count blocks is slow. Until somebody comes or goes, or more is cached, they only get fewer; but
+        # for those that stay referenced in this step alone, because they are to be copied.
         case = first, self._roster.num_changes, len(room.cached.block_ids)
         if case == self._hopeless:
             return None
         victims = who_gives_way(room, outranked, self._roster)
-        if victims is None:
+        if victims is None and not self._roster.moves.copies:
             self._hopeless = case
         return victims
 
