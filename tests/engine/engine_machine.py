@@ -73,6 +73,12 @@ class AnyOrder(RuleBasedStateMachine):
     def reserve(self, prompt: list[int], sampling: SamplingParams, **more: object) -> None:
         self.world.reserve(prompt, sampling, **more)  # type: ignore[arg-type]
 
+    @rule(prompts=st.lists(PROMPTS, min_size=2, max_size=4), sampling=SAMPLING, priority=PRIORITY)
+    def crowd(self, prompts: list[list[int]], sampling: SamplingParams, priority: int) -> None:
+        """Several at once, so that seats and blocks are scarce more often."""
+        for prompt in prompts:
+            self.world.add(prompt, sampling, priority=priority)
+
     @rule(pick=PICK, good=st.booleans())
     def fetch(self, pick: int, good: bool) -> None:
         self.world.fetch(pick, good=good)
@@ -135,5 +141,6 @@ def machine_settings(num_runs: int, *, shrink: bool) -> settings:
         derandomize=True,
         database=None,
         phases=phases,
+        report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )

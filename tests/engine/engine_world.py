@@ -275,7 +275,8 @@ class World:
                 self.engine.finished.pop(name, None)
             self.engine.allocated.pop(seq_id, None)
             self.engine.progress.pop(seq_id, None)
-            self.executor.computed.pop(SequenceId(seq_id), None)
+            for index in request.choices:
+                self.executor.computed.pop((SequenceId(seq_id), index), None)
 
     # ---- Helpers ----
 
@@ -308,7 +309,7 @@ class World:
         """At a request's first token: what was computed here was not given by the cache."""
         if event.seq_id not in self._told:
             self._told.add(event.seq_id)
-            computed = self.executor.computed.get(event.seq_id, set())
+            computed = self.executor.computed.get((event.seq_id, event.index), set())
             assert computed.isdisjoint(range(event.num_cached_tokens)), "too many hits are told"
 
     def _end(self, seq_id: str) -> None:

@@ -253,9 +253,12 @@ def keeping_host_blocks(config: SchedulerConfig) -> Roster:
 
 ANY_LOAD: Settings = {"preemption": "swap", "policy": "fcfs"}
 RANKED_LOAD: Settings = {
-    "preemption": "swap", "policy": "priority", "low_watermark": 0.1, "high_watermark": 0.3,
-    "max_num_waiting": 5, "long_prefill_token_threshold": 4, "num_blocks": 11, "max_num_batched_tokens": 6,
+    "preemption": "swap", "policy": "priority", "low_watermark": 0.2, "high_watermark": 0.6,
+    "max_num_waiting": 5, "long_prefill_token_threshold": 4, "num_blocks": 9, "max_num_batched_tokens": 6,
 }  # fmt: skip
+TIGHT_LOAD: Settings = {**RANKED_LOAD, "low_watermark": 0.0, "high_watermark": 0.0}
+LONG_LOAD: Settings = {**TIGHT_LOAD, "num_blocks": 14, "long_prefill_token_threshold": 0}
+DRAINING_LOAD: Settings = {**RANKED_LOAD, "low_watermark": 0.5, "high_watermark": 0.9}
 
 BUGS: dict[str, tuple[Settings, Settings]] = {
     "a share without a reference": (ANY_LOAD, {"make_roster": with_pool(SharesWithoutReference)}),
@@ -278,9 +281,9 @@ BUGS: dict[str, tuple[Settings, Settings]] = {
         RANKED_LOAD,
         {"make_core": with_admission(CountsSharedBlocksTwice)},
     ),
-    "an inversion by a cached prefix": (RANKED_LOAD, {"make_core": with_admission(IgnoresHits)}),
-    "an inversion while draining": (RANKED_LOAD, {"make_core": with_admission(DrainsForEveryone)}),
-    "an inversion by a long prefill": (RANKED_LOAD, {"make_core": with_admission(TakesAllTokens)}),
+    "an inversion by a cached prefix": (TIGHT_LOAD, {"make_core": with_admission(IgnoresHits)}),
+    "an inversion while draining": (DRAINING_LOAD, {"make_core": with_admission(DrainsForEveryone)}),
+    "an inversion by a long prefill": (LONG_LOAD, {"make_core": with_admission(TakesAllTokens)}),
     "tokens left for nobody": (RANKED_LOAD, {"make_core": with_admission(HoldsBackForNobody)}),
 }
 """A load that finds it, and what makes a `World` have it."""

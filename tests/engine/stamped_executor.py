@@ -31,8 +31,8 @@ class StampedExecutor(FakeExecutor):
         self.now = 0
         self.not_before: dict[SequenceId, int] = {}
         """Sequences that came after an invalidation that concerns them, and when that was."""
-        self.computed: dict[SequenceId, set[int]] = {}
-        """Positions that were ever computed here."""
+        self.computed: dict[tuple[SequenceId, int], set[int]] = {}
+        """(sequence id, choice) -> positions that were ever computed here."""
         self.on_plan: Callable[[StepPlan], None] = lambda plan: None
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -43,7 +43,8 @@ class StampedExecutor(FakeExecutor):
         for piece, stamp in zip(plan.slices, stamps, strict=True):
             sequence, start = piece.sequence, piece.sequence.num_computed
             self.stamp(sequence.block_table, start, start + piece.num_tokens, stamp)
-            self.computed.setdefault(sequence.seq_id, set()).update(range(start, start + piece.num_tokens))
+            computed = self.computed.setdefault((sequence.seq_id, sequence.index), set())
+            computed.update(range(start, start + piece.num_tokens))
         return result
 
     def stamp(self, block_table: Items[BlockId], start: int, stop: int, stamp: Stamp) -> None:
