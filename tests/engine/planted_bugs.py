@@ -253,10 +253,10 @@ def keeping_host_blocks(config: SchedulerConfig) -> Roster:
 
 ANY_LOAD: Settings = {"preemption": "swap", "policy": "fcfs"}
 RANKED_LOAD: Settings = {
-    "preemption": "swap", "policy": "priority", "low_watermark": 0.2, "high_watermark": 0.6,
-    "max_num_waiting": 5, "long_prefill_token_threshold": 4, "num_blocks": 9, "max_num_batched_tokens": 6,
+    "preemption": "swap", "policy": "priority", "low_watermark": 0.1, "high_watermark": 0.3,
+    "max_num_waiting": 5, "long_prefill_token_threshold": 4, "num_blocks": 11, "max_num_batched_tokens": 6,
 }  # fmt: skip
-TIGHT_LOAD: Settings = {**RANKED_LOAD, "low_watermark": 0.0, "high_watermark": 0.0}
+TIGHT_LOAD: Settings = {**RANKED_LOAD, "low_watermark": 0.0, "high_watermark": 0.0, "num_blocks": 9}
 LONG_LOAD: Settings = {**TIGHT_LOAD, "num_blocks": 14, "long_prefill_token_threshold": 0}
 DRAINING_LOAD: Settings = {**RANKED_LOAD, "low_watermark": 0.5, "high_watermark": 0.9}
 

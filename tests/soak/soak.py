@@ -24,7 +24,8 @@ from functools import partial
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parent / "engine")]
+# The root last: without it, the folders of tests would be taken for the packages of the same name.
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parent / "engine"), str(FOLDER.parent.parent)]
 
 import httpx  # noqa: E402
 from soak_cases import MAX_OUTPUT_TOKENS, MAX_PROMPT_TOKENS, make_cases  # noqa: E402
