@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from soak_answers import Json, essence
 from soak_cases import Case
@@ -76,12 +77,13 @@ async def golden_answers(config: ClusterConfig, cases: Sequence[Case]) -> list[J
     tokenizer = load_tokenizer(folder.path)
     parts = build_engine(config, config.decode, folder)
     length = parts.scheduler.max_model_len
-    preparer = Preparer(tokenizer, config.model_name, length, config.router.max_num_choices)
+    preparer = Preparer(tokenizer, config.model_name, length, config.max_num_choices)
     core = parts.make_core()
     answering: dict[SequenceId, _Answering] = {}
     for case in cases:
         fields = validate(CompletionRequest, case.body)
-        request = await preparer.completion(fields, RequestId(str(case.number)), 600.0)
+        request_id = RequestId(str(case.number))
+        [request] = await preparer.completions(fields, partial(RequestId, request_id), 600.0)
         seq_id = SequenceId(str(case.number))
         choices = set(range(request.generation.n))
         answering[seq_id] = _Answering(request, fields, Answers(request, tokenizer), choices)
