@@ -1,4 +1,4 @@
-"""Would the state machine and the random load find a broken engine? Each bug must be found by both, but for a few."""
+"""Would state machine and random load find a broken engine? Both must find each bug, but for rare ones."""
 
 from __future__ import annotations
 
