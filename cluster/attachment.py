@@ -51,7 +51,7 @@ def find_cluster(config: ClusterConfig) -> Attachment:
         return Attachment(config.ray.address, token or (state.cluster_token if state else None))
     if state is None:
         raise StartupError(
-            f"nothing that `splitserve serve` started runs on {public_url(config)}; is it another --port?"
+            f"no server answers at {public_url(config)}, and none starts there; is it another --port?"
         )
     export(local_ray_variables(state.ray_token))
     return Attachment(state.ray_address, state.cluster_token)

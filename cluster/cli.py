@@ -1,4 +1,4 @@
-"""The command line: `splitserve serve | status | drain | verify`. Commands import what is heavy."""
+"""The command line, `splitserve --help`. Heavy modules are imported by the commands that need them."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ def serve(
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens per KV block (default: 16).")] = None,
     max_num_seqs: Annotated[
-        int | None, typer.Option(help="Sequences per worker and step (default: 64).")
+        int | None, typer.Option(help="Sequences per worker and step, of both pools (default: 64).")
     ] = None,
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Token budget of a step (default: 512).")
+        int | None, typer.Option(help="Token budget of a step, of both pools (default: 512).")
     ] = None,
     long_prefill_token_threshold: Annotated[
-        int | None, typer.Option(help="Tokens of a long prompt per step while others wait.")
+        int | None, typer.Option(help="Tokens of a long prompt per step while others wait, of both pools.")
     ] = None,
     kv_cache_memory: Annotated[
-        str | None, typer.Option(help="KV blocks of one worker, such as 512MiB (default).")
+        str | None, typer.Option(help="For KV blocks, per worker of both pools, such as 512MiB (default).")
     ] = None,
     scheduling_policy: Annotated[
-        str | None, typer.Option(help="fcfs, priority or shortest_first (default: fcfs).")
+        str | None, typer.Option(help="fcfs, priority or shortest_first, in both pools (default: fcfs).")
     ] = None,
     prefill_workers: Annotated[
         int | None, typer.Option(help="Number of prefill workers (default: 1).")
@@ -73,7 +73,9 @@ def serve(
     decode_workers: Annotated[
         int | None, typer.Option(help="Number of decode workers (default: 1).")
     ] = None,
-    kv_transport: Annotated[str | None, typer.Option(help="nixl or loopback (default: nixl).")] = None,
+    kv_transport: Annotated[
+        str | None, typer.Option(help="How KV moves; nixl is the only way between processes.")
+    ] = None,
     api_key_file: Annotated[
         Path | None, typer.Option(help="File with the key that clients must send.")
     ] = None,
@@ -82,7 +84,11 @@ def serve(
     ] = None,
     set_: Set = None,
 ) -> None:
-    """Start a cluster and serve the OpenAI API until Ctrl-C."""
+    """Start a cluster and serve the OpenAI API until Ctrl-C.
+
+    Flags for sizes set both pools; `--set prefill.KEY=VALUE` or `--set decode.KEY=VALUE` sets one.
+    `splitserve config` lists all keys.
+    """
     flags = {
         "model": model,
         "http.host": host,
@@ -118,13 +124,13 @@ def serve(
 def status(
     *,
     config: Config = None,
-    host: Host = None,
-    port: Port = None,
+    host: Annotated[str | None, typer.Option(help="Address that the server was given.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the server (default: 8000).")] = None,
     ray_address: Annotated[str | None, typer.Option(help="Ray cluster to ask.")] = None,
     set_: Set = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """Show the workers of a running cluster. Exit code 1 unless it is ready."""
+    """Show a server that starts or runs, and its workers. Exit code 1 unless it is ready."""
     flags = {"http.host": host, "http.port": port, "ray.address": ray_address}
     settings = read_config(config, flags, set_)
     from cluster import status as status_module
@@ -133,6 +139,15 @@ def status(
     typer.echo(status_module.as_json(seen) if as_json else status_module.as_table(seen))
     if not seen.ready:
         raise typer.Exit(1)
+
+
+@app.command(name="config")
+def show_config(*, config: Config = None, set_: Set = None) -> None:
+    """Print the configuration with the meaning of every key, as a file to begin with."""
+    settings = read_config(config, {}, set_)
+    from cluster.config_reference import as_yaml
+
+    typer.echo(as_yaml(settings), nl=False)
 
 
 @app.command()
@@ -174,13 +189,21 @@ def verify(
     prompts: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 64,
     max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of each.")] = 48,
     url: Annotated[
-        str | None, typer.Option(help="Running server to verify, such as http://127.0.0.1:8000.")
+        str | None, typer.Option(help="Running server to verify instead, such as http://127.0.0.1:8000.")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File with the key that --url asks for.")
     ] = None,
     reference: Annotated[bool, typer.Option(help="Compare with transformers as well.")] = True,
     set_: Set = None,
 ) -> None:
-    """Check that prefill + decode give the tokens of one engine and of transformers. Exit code 1 if not."""
-    settings = read_config(config, {"model": model, "dtype": dtype}, set_)
+    """Check that prefill + decode give the tokens of one engine and of transformers. Exit code 1 if not.
+
+    Starts engines of its own in this process, and needs no server. With --url a running server takes the
+    place of prefill + decode; the model must then be the one that it serves.
+    """
+    flags = {"model": model, "dtype": dtype, "http.api_key_file": api_key_file}
+    settings = read_config(config, flags, set_)
     from rich.console import Console
 
     from cluster.verify import VerifyOptions, verify

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cluster.config import DEMO_MODEL, ClusterConfig
+from cluster.faults import dial_of, with_read_faults
 from cluster.model_length import max_model_len
 from engine.model.config import ModelConfig
 from engine.weights import ModelFolder, Progress, demo_model_path, resolve_model
@@ -100,6 +101,7 @@ def build_decode_worker(
             checksum=_checksum(config, parts),
         ),
         directory=directory,
+        dial=dial_of(config, replica_name),
         config=DecodeWorkerConfig(
             on_kv_failure=OnKvFailure(config.kv_transfer.on_failure),
             fetch_limit_s=config.kv_transfer.fetch_timeout_s,
@@ -122,7 +124,7 @@ def build_router(config: ClusterConfig, *, token: str, directory: Directory) -> 
             request_timeout_s=config.router.deadline_s,
             worker_wait_s=config.router.worker_wait_s,
             num_retries=config.router.max_retries,
-            max_num_choices=config.router.max_num_choices,
+            max_num_choices=config.max_num_choices,
             frame_timeout_s=config.router.frame_timeout_s,
             local_prefill_tokens=config.router.local_prefill_tokens,
             local_prefill_on_failure=config.router.local_prefill_on_failure,
@@ -135,6 +137,7 @@ def build_router(config: ClusterConfig, *, token: str, directory: Directory) -> 
         served_model_name=config.model_name,
         max_model_len=max_model_len(config, model),
         cluster_token=token,
+        dial=dial_of(config, "router"),
     )
 
 
@@ -159,7 +162,8 @@ def _transport(
     serial: int = 0,
 ) -> KvTransport:
     agent = agent_name(identity, rank=0, serial=serial)
-    return create_transport(config.kv_transfer.transport, memory, agent, network=network)
+    transport = create_transport(config.kv_transfer.transport, memory, agent, network=network)
+    return with_read_faults(config, transport, memory, identity.worker_id, serial)
 
 
 def _checksum(

@@ -8,16 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
+from cluster.config_errors import explain
 from protocol.errors import StartupError
 from protocol.ids import Role
 
 DEMO_MODEL = "demo"
 """Stands for the small model that `make serve` installs."""
+
+DEFAULT_MAX_NUM_CHOICES = 16
+
+ReadFault = Literal["refuse", "fail", "truncate", "bit_flip", "stall", "delay", "disconnect"]
+CallFault = Literal["drop", "lose_reply", "delay", "duplicate", "disconnect"]
+BlockSize = Literal[8, 16, 32, 64, 128]
+Dtype = Literal["auto", "float32", "bfloat16"]
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 """0 takes a free one."""
@@ -26,15 +34,32 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_sections_are_defaults(cls, value: Any) -> Any:
+        """`decode:` with all its keys commented out is null in YAML."""
+        if not isinstance(value, Mapping):
+            return value
+        sections = {name for name, field in cls.model_fields.items() if is_section(field.annotation)}
+        return {key: inner for key, inner in value.items() if inner is not None or key not in sections}
+
+
+def is_section(annotation: object) -> bool:
+    """Whether a key of this type holds keys."""
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
 
 class HttpConfig(_Section):
     """Where clients connect."""
 
     host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every IPv4 address of the machine."""
     port: Port = 8000
+    """Port to listen on; 0 takes a free one."""
     api_key_file: Path | None = None
     """File whose first line clients must send as `Authorization: Bearer`; null: no key asked for."""
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
+    """Longest body of a request; a longer one is answered with 413."""
     through: Literal["router", "proxy"] = "router"
     """router: clients talk to the router's own server; proxy: to Ray Serve's proxy on any node."""
 
@@ -49,6 +74,7 @@ class RouterConfig(_Section):
     worker_wait_s: float = Field(default=30.0, gt=0)
     """How long a request waits for a worker of a role to appear, or to have room for it."""
     max_retries: int = Field(default=3, ge=0)
+    """How often a request goes on elsewhere after a worker failed it."""
     overload_retry_after_s: float = Field(default=1.0, ge=0)
     """What a client that is refused for want of room is told to wait."""
     frame_timeout_s: float = Field(default=4.0, gt=0)
@@ -60,14 +86,19 @@ class RouterConfig(_Section):
     """Let decode workers compute prompts when prefill workers fail, or there are none."""
     prefill_grace_s: float = Field(default=2.0, ge=0)
     """How long there must have been no prefill worker before decode workers do without."""
-    max_num_choices: int = Field(default=16, ge=1)
-    """Largest `n` of a request."""
+    max_num_choices: int | None = Field(default=None, ge=1)
+    """Largest `n` of a request; null: 16, or the smaller of both pools' `max_num_seqs` if that is less."""
 
 
 class PoolConfig(_Section):
     """One pool of workers: all prefill workers, or all decode workers."""
 
     num_workers: int = Field(default=1, ge=1)
+    """Worker processes, each with a model and KV blocks of its own."""
+    dtype: Dtype | None = None
+    """Instead of the cluster's `dtype`. Where the pools differ, KV is converted on its way."""
+    block_size: BlockSize | None = None
+    """Instead of the cluster's `block_size`."""
     num_blocks: int | None = Field(default=None, ge=2)
     """KV blocks of one worker; null: as many as its memory for them holds."""
     kv_cache_memory: ByteSize = ByteSize(512 * 2**20)
@@ -93,6 +124,7 @@ class PoolConfig(_Section):
     long_prefill_token_threshold: int = Field(default=0, ge=0)
     """A longer prompt computes at most so many tokens per step while others wait; 0: no bound."""
     max_num_seqs: int = Field(default=64, ge=1)
+    """Sequences that one engine step computes at most; each choice of a request is one."""
     max_num_batched_tokens: int = Field(default=512, ge=1)
     """Token budget of one engine step."""
     max_num_prefill_tokens: int | None = Field(default=None, ge=1)
@@ -102,6 +134,7 @@ class PoolConfig(_Section):
     num_cpus: float = Field(default=1.0, ge=0)
     """What Ray reserves for one worker."""
     num_gpus: float = Field(default=0.0, ge=0)
+    """What Ray reserves for one worker; above 0 the engine computes on the GPU."""
     resources: dict[str, float] = Field(default_factory=dict)
     """Custom Ray resources that place this pool, such as {"prefill_host": 1}."""
     host: str = "127.0.0.1"
@@ -123,12 +156,33 @@ class KvTransferConfig(_Section):
     """How KV blocks move from prefill to decode workers."""
 
     transport: Literal["nixl", "loopback"] = "nixl"
+    """nixl between processes; loopback only inside of one, for tests and `splitserve verify`."""
     lease_s: float = Field(default=10.0, gt=0)
     """A held prompt is given up when its reader has not renewed for this long."""
     fetch_timeout_s: float = Field(default=30.0, gt=0)
+    """How long one read of a prompt's KV may take."""
     on_failure: Literal["recompute", "fail"] = "recompute"
+    """When a prompt's KV cannot be read: compute it again on the decode worker, or fail the request."""
     checksum: bool = False
     """Compare a checksum of every block that was read with its owner's. For pools in host memory."""
+
+
+class FaultsConfig(_Section):
+    """What goes wrong on purpose, for tests. Refused unless SPLITSERVE_ALLOW_FAULTS=1 is set."""
+
+    seed: int = 0
+    """The same seed gives the same faults, as far as calls and reads come in the same order."""
+    max_delay_s: float = Field(default=1.0, gt=0)
+    """How late something that is delayed may come."""
+    reads: dict[ReadFault, float] = Field(default_factory=dict)
+    """Probability per read of KV: refuse, fail, truncate, bit_flip, stall, delay, disconnect."""
+    calls: dict[str, dict[CallFault, float]] = Field(default_factory=dict)
+    """By method (Serve, Connect, Renew, Release), the probability per call or message: drop, delay,
+    disconnect, and for single calls lose_reply and duplicate."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.reads and not self.calls
 
 
 class RayConfig(_Section):
@@ -137,6 +191,7 @@ class RayConfig(_Section):
     address: str | None = None
     """null starts a local one; 'auto' or host:port joins one."""
     object_store_bytes: int = Field(default=100_000_000, ge=80_000_000)
+    """Shared memory for the object store of a local cluster; nothing of a request passes through it."""
 
 
 class ClusterConfig(_Section):
@@ -146,13 +201,16 @@ class ClusterConfig(_Section):
     """Hugging Face folder, .gguf file, hub id, or 'demo'."""
     served_model_name: str | None = None
     """What clients call it; null: 'demo', or the last part of `model`."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    block_size: Literal[8, 16, 32, 64, 128] = 16
+    dtype: Dtype = "auto"
+    """Number type of weights and KV; auto: bfloat16 where the hardware multiplies it, else float32."""
+    block_size: BlockSize = 16
     """Tokens per KV block."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt + output; null: what the model was trained for."""
     enable_prefix_caching: bool = True
+    """Keep the KV of prompts for others that begin alike."""
     cache_dir: Path = Path("~/.cache/splitserve")
+    """Where converted models and compiled kernels are kept."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     """How long `splitserve serve` waits for the first successful hand-off."""
     drain_limit_s: float = Field(default=60.0, ge=0)
@@ -162,28 +220,50 @@ class ClusterConfig(_Section):
     prefill: PoolConfig = Field(default_factory=PoolConfig)
     decode: DecodePoolConfig = Field(default_factory=DecodePoolConfig)
     kv_transfer: KvTransferConfig = Field(default_factory=KvTransferConfig)
+    faults: FaultsConfig = Field(default_factory=FaultsConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
 
     @model_validator(mode="after")
     def _choices_fit_a_batch(self) -> ClusterConfig:
         """A group that a decode worker could never seat would fail after its first tokens are out."""
-        fits = min(self.prefill.max_num_seqs, self.decode.max_num_seqs)
-        if self.router.max_num_choices > fits:
-            raise ValueError(f"router.max_num_choices must be at most {fits}, the smaller max_num_seqs")
+        for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
+            if self.max_num_choices > pool.max_num_seqs:
+                raise ValueError(
+                    f"router.max_num_choices is {self.max_num_choices}, but {name}.max_num_seqs is"
+                    f" {pool.max_num_seqs}, and all choices of a request run together: lower the one or"
+                    " raise the other"
+                )
         return self
+
+    @property
+    def max_num_choices(self) -> int:
+        """Largest `n` of a request."""
+        if self.router.max_num_choices is not None:
+            return self.router.max_num_choices
+        return min(DEFAULT_MAX_NUM_CHOICES, self.prefill.max_num_seqs, self.decode.max_num_seqs)
 
     @property
     def model_name(self) -> str:
         return self.served_model_name or Path(self.model).name.removesuffix(".gguf") or self.model
 
+    def dtype_of(self, pool: PoolConfig) -> Dtype:
+        return pool.dtype or self.dtype
+
+    def block_size_of(self, pool: PoolConfig) -> int:
+        return pool.block_size or self.block_size
+
     def pool(self, role: Role) -> PoolConfig:
         return self.prefill if role is Role.PREFILL else self.decode
 
 
-def load_config(path: Path | None, overrides: Mapping[str, object] | None = None) -> ClusterConfig:
+def load_config(
+    path: Path | None,
+    overrides: Mapping[str, object] | None = None,
+    overrides_are_from: str = "on the command line",
+) -> ClusterConfig:
     """Read a YAML file (null: the defaults) and lay `overrides`, keyed by dotted path, over it.
 
-    Raises `StartupError` that names the file and the path to each bad key.
+    Raises `StartupError` that says where each bad key stands, and what it is called.
     """
     document = _read_document(path) if path else {}
     for dotted, value in (overrides or {}).items():
@@ -191,8 +271,9 @@ def load_config(path: Path | None, overrides: Mapping[str, object] | None = None
     try:
         return ClusterConfig.model_validate(document)
     except ValidationError as error:
-        source = str(path) if path else "the command line"
-        raise StartupError(f"bad configuration in {source}:\n{_explain(error)}") from error
+        where = dict.fromkeys(overrides or (), overrides_are_from)
+        problems = explain(error, ClusterConfig, where, f"in {path}" if path else overrides_are_from)
+        raise StartupError(f"bad configuration:\n{problems}") from error
 
 
 def _read_document(path: Path) -> dict[str, object]:
@@ -211,17 +292,10 @@ def _read_document(path: Path) -> dict[str, object]:
 
 def _put(document: dict[str, object], keys: list[str], value: object) -> None:
     for depth, key in enumerate(keys[:-1]):
-        inner = document.setdefault(key, {})
+        if document.get(key) is None:
+            document[key] = {}
+        inner = document[key]
         if not isinstance(inner, dict):
             raise StartupError(f"{'.'.join(keys[: depth + 1])} is a value, not a section")
         document = inner
     document[keys[-1]] = value
-
-
-def _explain(error: ValidationError) -> str:
-    lines = []
-    for item in error.errors():
-        path = ".".join(str(part) for part in item["loc"]) or "(top)"
-        problem = "unknown key" if item["type"] == "extra_forbidden" else item["msg"]
-        lines.append(f"  {path}: {problem}")
-    return "\n".join(lines)

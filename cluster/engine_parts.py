@@ -71,7 +71,7 @@ def build_engine(
     model_config = ModelConfig.from_hf(folder.config)
     length = max_model_len(config, model_config)
     device = select_device("auto" if pool.num_gpus else "cpu")
-    dtype = select_dtype(config.dtype, device)
+    dtype = select_dtype(config.dtype_of(pool), device)
     ops = choose_ops(
         device,
         dtype,
@@ -98,12 +98,12 @@ def build_engine(
         kv_cache=kv_cache,
         scheduler=_scheduler_config(config, pool, kv_cache, host_pool, length),
         eos_token_ids=frozenset(folder.eos_token_ids),
-        fingerprint=_fingerprint(config, folder, model_config, str(dtype).removeprefix("torch.")),
+        fingerprint=_fingerprint(config, folder, model, kv_cache),
     )
 
 
 def _lay_out_cache(config: ClusterConfig, pool: PoolConfig, model: DecoderModel) -> KvCache:
-    sizes = model.config, config.block_size, model.dtype
+    sizes = model.config, config.block_size_of(pool), model.dtype
     free_bytes, _ = memory_bytes(model.device)
     if pool.num_blocks is not None:
         num_blocks = pool.num_blocks
@@ -112,12 +112,12 @@ def _lay_out_cache(config: ClusterConfig, pool: PoolConfig, model: DecoderModel)
     else:
         num_blocks = num_blocks_for(pool.kv_cache_memory, *sizes)
     require_room(num_blocks, block_bytes_for(*sizes), free_bytes)
-    require_length(num_blocks, config.block_size, model.max_model_len)
-    logger.info("%d KV blocks of %d tokens", num_blocks - 1, config.block_size)
+    require_length(num_blocks, config.block_size_of(pool), model.max_model_len)
+    logger.info("%d KV blocks of %d tokens", num_blocks - 1, config.block_size_of(pool))
     return KvCache(
         model.config,
         num_blocks=num_blocks,
-        block_size=config.block_size,
+        block_size=config.block_size_of(pool),
         dtype=model.dtype,
         device=model.device,
     )
@@ -140,7 +140,7 @@ def _scheduler_config(
 ) -> SchedulerConfig:
     return SchedulerConfig(
         num_blocks=kv_cache.num_blocks,
-        block_size=config.block_size,
+        block_size=config.block_size_of(pool),
         max_model_len=length,
         max_num_seqs=pool.max_num_seqs,
         max_num_batched_tokens=pool.max_num_batched_tokens,
@@ -158,14 +158,17 @@ def _scheduler_config(
     )
 
 
-def _fingerprint(config: ClusterConfig, folder: ModelFolder, model: ModelConfig, dtype: str) -> Fingerprint:
+def _fingerprint(
+    config: ClusterConfig, folder: ModelFolder, model: DecoderModel, kv_cache: KvCache
+) -> Fingerprint:
+    sizes, dtype = model.config, str(model.dtype).removeprefix("torch.")
     return Fingerprint(
         model=config.model_name,
         revision=folder.revision,
         dtype=dtype,
         kv_dtype=dtype,
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        block_size=config.block_size,
+        num_layers=sizes.num_layers,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        block_size=kv_cache.block_size,
     )

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+ALLOW_FAULTS = "SPLITSERVE_ALLOW_FAULTS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,13 +18,20 @@ class Environment:
     """Secret that workers and routers show each other; null: one is made for this cluster."""
     ray_token: str | None
     """Secret that opens the Ray cluster; null: Ray looks for the user's own."""
+    run_dir: Path
+    """Where the running servers of this user leave word of themselves."""
+    allows_faults: bool = False
+    """Nobody relies on the answers: what is configured may go wrong on purpose."""
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Read the variables that Splitserve knows: SPLITSERVE_CLUSTER_TOKEN, RAY_AUTH_TOKEN."""
+    """Read SPLITSERVE_CLUSTER_TOKEN, SPLITSERVE_ALLOW_FAULTS, RAY_AUTH_TOKEN and XDG_CACHE_HOME."""
+    cache_home = Path(variables.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return Environment(
         cluster_token=variables.get("SPLITSERVE_CLUSTER_TOKEN") or None,
         ray_token=variables.get("RAY_AUTH_TOKEN") or None,
+        run_dir=cache_home / "splitserve" / "run",
+        allows_faults=variables.get(ALLOW_FAULTS) == "1",
     )
 
 

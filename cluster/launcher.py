@@ -30,6 +30,10 @@ class RayCluster(Protocol):
     def address(self) -> str:
         """host:port of the cluster's GCS."""
 
+    @property
+    def log_dir(self) -> str:
+        """Folder of Ray's logs on this machine; those of the workers are in `serve` below it."""
+
     def is_alive(self) -> bool:
         """False when the cluster was lost."""
 
@@ -42,6 +46,10 @@ class JoinedCluster:
     """Somebody else's cluster: it runs on when we leave."""
 
     address: str
+
+    @property
+    def log_dir(self) -> str:
+        return RAY_LOGS  # and on every other node that runs a worker
 
     def is_alive(self) -> bool:
         return bool(ray.is_initialized())
@@ -56,6 +64,10 @@ class LocalCluster:
 
     address: str
     _node: Any  # ray._private.node.Node
+
+    @property
+    def log_dir(self) -> str:
+        return str(self._node.get_logs_dir_path())
 
     def is_alive(self) -> bool:
         return not self._node.dead_processes()

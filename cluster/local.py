@@ -39,7 +39,8 @@ class LocalCluster:
     """
 
     def __init__(self, config: ClusterConfig) -> None:
-        token = secrets.token_hex(16)
+        token = self.token = secrets.token_hex(16)
+        """Opens the workers' gRPC servers."""
         self.directory = InProcessDirectory()
         network = LoopbackNetwork()
         self.prefill_workers: list[PrefillWorker] = [

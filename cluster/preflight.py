@@ -3,35 +3,82 @@
 from __future__ import annotations
 
 import math
+import platform
 
 from cluster.compose import read_api_key
 from cluster.config import ClusterConfig, PoolConfig
+from cluster.faults import check_faults
 from cluster.model_length import max_model_len
+from engine.machine import COMPILERS, find_compiler, read_cpu_flags
 from engine.model.config import ModelConfig
 from engine.weights import ModelFolder
 from protocol.errors import StartupError
 
-MIN_ELEMENT_BYTES = 2
-"""Of the narrowest number type; `dtype: auto` is decided where the worker runs."""
+BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_tile"})
+"""A CPU without these computes in float32 when `dtype` is auto."""
+
+
+def check_configuration(config: ClusterConfig) -> None:
+    """Raise `StartupError` for what several processes cannot do, whatever the model."""
+    if config.kv_transfer.transport == "loopback":
+        raise StartupError(
+            "kv_transfer.transport is loopback, which moves KV inside of one process, and each worker here"
+            " is one of its own: leave it out, or set it to nixl"
+        )
+    check_faults(config)
+    read_api_key(config)
+
+
+def warnings_of(config: ClusterConfig) -> list[str]:
+    """What works, but not as one might wish."""
+    on_cpu = config.ray.address is None and not (config.prefill.num_gpus and config.decode.num_gpus)
+    if on_cpu and platform.machine() == "x86_64" and find_compiler() is None:
+        return [
+            f"no C++ compiler ({', '.join(COMPILERS)}) is installed: torch computes, several times slower"
+        ]
+    return []
 
 
 def check_before_start(config: ClusterConfig, folder: ModelFolder) -> None:
     """Raise the `StartupError` that a replica would raise half a minute later."""
     read_api_key(config)
     model = ModelConfig.from_hf(folder.config)
-    max_model_len(config, model)
+    length = max_model_len(config, model)
     _ = folder.tokenizer_path
     for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
-        _check_holds_a_block(name, config, pool, model)
+        _check_holds_longest(name, config, pool, model, length)
 
 
-def _check_holds_a_block(name: str, config: ClusterConfig, pool: PoolConfig, model: ModelConfig) -> None:
-    if pool.num_blocks is not None or pool.kv_cache_share is not None:
+def _check_holds_longest(
+    name: str, config: ClusterConfig, pool: PoolConfig, model: ModelConfig, length: int
+) -> None:
+    """The longest sequence must fit, beside the null block; the KV of its last token is never written."""
+    block_size = config.block_size_of(pool)
+    num_blocks = 1 + math.ceil((length - 1) / block_size)
+    if pool.num_blocks is not None:
+        if pool.num_blocks < num_blocks:
+            raise StartupError(
+                f"{name}.num_blocks is {pool.num_blocks}, but max_model_len is {length}, which takes"
+                f" {num_blocks} blocks of {block_size} tokens: raise the one or lower the other"
+            )
         return
-    elements = math.prod((model.num_layers, 2, model.num_kv_heads, config.block_size, model.head_dim))
-    least_bytes = 2 * elements * (4 if config.dtype == "float32" else MIN_ELEMENT_BYTES)
+    if pool.kv_cache_share is not None:
+        return  # what is free is known when the model is loaded
+    elements = math.prod((model.num_layers, 2, model.num_kv_heads, block_size, model.head_dim))
+    least_bytes = num_blocks * elements * _least_element_bytes(config, pool)
     if pool.kv_cache_memory < least_bytes:
         raise StartupError(
-            f"{name}.kv_cache_memory is {pool.kv_cache_memory:,} bytes, but two blocks of "
-            f"{config.block_size} tokens of this model take {least_bytes:,}: raise it"
+            f"{name}.kv_cache_memory is {pool.kv_cache_memory:,} bytes, but a sequence of max_model_len"
+            f" ({length} tokens) takes {least_bytes:,} ({math.ceil(least_bytes / 2**20)}MiB):"
+            " raise the one or lower the other"
         )
+
+
+def _least_element_bytes(config: ClusterConfig, pool: PoolConfig) -> int:
+    """Bytes of a number, or of the narrowest one where the worker itself decides."""
+    dtype = config.dtype_of(pool)
+    if dtype != "auto":
+        return 4 if dtype == "float32" else 2
+    flags = read_cpu_flags()
+    is_here = config.ray.address is None and not pool.num_gpus
+    return 4 if is_here and flags and not flags & BFLOAT16_FLAGS else 2

@@ -37,6 +37,8 @@ class ProcessLink:
 
         Without a time limit it waits for its answer or its end, whichever comes.
         """
+        if self.ended.is_set():  # nobody would ever answer
+            raise WorkerUnavailable("its process ended")
         number = next(self._ids)
         answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
@@ -51,8 +53,7 @@ class ProcessLink:
 
     def say(self, **message: object) -> None:
         """Never blocks; what a dead process is told is lost."""
-        if not self.ended.is_set():
-            self.writer.write(json.dumps(message).encode() + b"\n")
+        self.writer.write(json.dumps(message).encode() + b"\n")
 
     def hear(self, message: dict[str, Any]) -> None:
         if "ready" in message:
@@ -69,7 +70,7 @@ class ProcessLink:
         self._cannot_start("ended before it was ready; see its log")
         for answer in self._answers.values():
             if not answer.done():
-                answer.set_exception(WorkerUnavailable("ended"))
+                answer.set_exception(WorkerUnavailable("its process ended"))
 
     def _cannot_start(self, why: str) -> None:
         if not self.ready.done():

@@ -1,20 +1,17 @@
 """What runs inside one process of a plain-process cluster: a worker of either role, or the directory.
 
 It says over the control socket when it is ready, answers there whether it is fit and idle, and ends when
-it is told to or when the other end is gone. Started afresh, it reads its `ProcessSpec` from stdin; the
-template (`process_template`) calls `run_process` in a fork.
+it is told to or when the other end is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import faulthandler
 import json
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Protocol
@@ -22,6 +19,7 @@ from typing import Any, Protocol
 from cluster.environment import override
 from cluster.grpc_directory import GrpcDirectory, serve_directory
 from cluster.idleness import assert_worker_idle
+from cluster.netns import enter_netns
 from cluster.process_spec import ProcessSpec
 from protocol.errors import SplitserveError
 from protocol.ids import Role
@@ -31,7 +29,6 @@ from rpc import RunningServer
 
 logger = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -147,6 +144,8 @@ async def _live(spec: ProcessSpec) -> int:
     _say(writer, hello=spec.launch, pid=os.getpid())
     inmate: Inmate
     try:
+        if spec.netns is not None:
+            enter_netns(spec.netns)
         inmate = DirectoryInmate(spec) if spec.role is None else WorkerInmate(spec)
         _say(writer, ready=await inmate.start())
     except Exception as error:
@@ -182,7 +181,7 @@ def _complaint(check: Callable[[], None]) -> str | None:
 
 
 def _set_up(spec: ProcessSpec) -> None:
-    """Logs to its file, dies with its parent even when stopped, tells its stacks on SIGUSR1."""
+    """Logs to its file, and tells its stacks on SIGUSR1."""
     log = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
@@ -190,20 +189,3 @@ def _set_up(spec: ProcessSpec) -> None:
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, force=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     override(spec.environment)
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """The kernel kills this process with the thread that started it. Ends it at once if that is gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        os._exit(1)
-
-
-def main() -> None:
-    die_with_parent(int(sys.argv[1]))
-    sys.exit(run_process(ProcessSpec.from_line(sys.stdin.readline())))
-
-
-if __name__ == "__main__":
-    main()

@@ -42,6 +42,7 @@ class ProcessSpec:
     port: int
     control_path: str
     log_path: str
+    netns: str | None
     environment: Mapping[str, str]
     build: str = DEFAULT_BUILD
     """module:function that makes the worker; see `process_main.Build`."""

@@ -14,7 +14,6 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 
@@ -31,13 +30,6 @@ STOP_S = 8.0
 UNFIT_STOP_S = 2.0
 MAX_FALSE_STARTS = 5
 MAX_PAUSE_S = 2.0
-
-
-class Launcher(Protocol):
-    """Starts processes."""
-
-    def launch(self, spec: ProcessSpec) -> None:
-        """Begin to start it; it connects to the control socket. Raises `StartupError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +62,20 @@ class Supervisor:
         name: str,
         role: Role | None,
         make_spec: Callable[[str], ProcessSpec],
-        launcher: Launcher,
+        launch: Callable[[ProcessSpec], None],
         control: ProcessControl,
         *,
         start_timeout_s: float,
         health_timeout_s: float | None,
     ) -> None:
-        """`make_spec` gets the launch's own name."""
+        """`make_spec` gets the launch's own name; `launch` starts a process that connects to `control`,
+        or raises `StartupError`."""
         self.name = name
         self.fault: StartupError | None = None
         """Why it is started no more."""
         self._role = role
         self._make_spec = make_spec
-        self._launcher = launcher
+        self._launch = launch
         self._control = control
         self._start_timeout_s = start_timeout_s
         self._health_timeout_s = health_timeout_s
@@ -176,7 +169,7 @@ class Supervisor:
         spec = self._make_spec(secrets.token_hex(4))
         self._log_path = Path(spec.log_path)
         self._num_starts += 1
-        self._launcher.launch(spec)
+        self._launch(spec)
         link = self._link = await self._control.connected(spec.launch, self._start_timeout_s)
         self._seen = [process for process in self._seen if process.is_running()] + [link.process]
         try:

@@ -15,10 +15,10 @@ Names are "directory", "prefill-0", ..., "decode-0", ...; they stay while incarn
 that ends, that says it is unfit, or that does not answer for `health_timeout_s` is ended and replaced,
 so a test that pauses a worker for longer sets that to None. The directory comes back on its old address.
 
-Workers are forked from one warm process that has torch, gRPC and NIXL loaded, so that a replacement is
-there within about a second; those with a `Place.netns` are started afresh there, which takes some. In a
-namespace give a `Place.host` that the others can reach, and keep UCX off shared memory, which no cable
-cut would reach: `Place(host="10.0.0.2", netns="p0", environment={"UCX_TLS": "tcp"})`.
+All are forked from one warm process that has torch, gRPC and NIXL loaded, so that a replacement is there
+within about a second, in a network namespace as well. There give a `Place.host` that the others can
+reach (the directory, too), and keep UCX off shared memory, which no cut would reach:
+`Place(host="10.0.0.2", netns="p0", environment={"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0"})`.
 
 `build="module:function"` replaces how a worker is made in its process (`process_main.Build`), e.g. for
 one with a transport that injects faults. SIGUSR1 makes a worker write all its stacks to its log.
@@ -43,9 +43,9 @@ from cluster.config import ClusterConfig
 from cluster.grpc_directory import GrpcDirectory
 from cluster.local_http import serve_http
 from cluster.process_control import ProcessControl
-from cluster.process_launchers import ForkLauncher, FreshLauncher
+from cluster.process_launcher import ForkLauncher
 from cluster.process_spec import DEFAULT_BUILD, Place, ProcessSpec
-from cluster.process_supervisor import Launcher, ProcessRecord, Supervisor
+from cluster.process_supervisor import ProcessRecord, Supervisor
 from protocol.errors import EngineFault, SplitserveError, StartupError
 from protocol.ids import Role
 from rpc import wait_until
@@ -229,14 +229,25 @@ class ProcessCluster:
         forks = ForkLauncher(ON_LOOPBACK)
         self._ends.push_async_callback(asyncio.to_thread, forks.stop)
         self._add_supervisor(DIRECTORY, None, forks, control)
-        if not await wait_until(lambda: self.process(DIRECTORY).is_ready, START_TIMEOUT_S, POLL_S):
-            raise StartupError(f"the directory did not start: {self.process(DIRECTORY).ended_because}")
-        self._directory_address = self.process(DIRECTORY).address
-        for role in Role:
-            for i in range(self.config.pool(role).num_workers):
-                self._add_supervisor(f"{role.value}-{i}", role, forks, control)
+        self._directory_address = (await self._came_up(DIRECTORY)).address
         self._ends.push_async_callback(self._stop_workers)
+        roles = {
+            f"{role.value}-{i}": role for role in Role for i in range(self.config.pool(role).num_workers)
+        }
+        for name, role in roles.items():
+            self._add_supervisor(name, role, forks, control)
+            if len(self._supervisors) == 2:  # the first worker compiles what the others then find
+                await self._came_up(name)
         await self._start_router()
+
+    async def _came_up(self, name: str) -> ProcessRecord:
+        def is_decided() -> bool:
+            self._raise_fault()
+            return self.process(name).is_ready
+
+        if not await wait_until(is_decided, START_TIMEOUT_S, POLL_S):
+            raise StartupError(f"{name} did not start: {self.process(name).ended_because}")
+        return self.process(name)
 
     async def _start_router(self) -> None:
         directory = GrpcDirectory(self._directory_address, self.token)
@@ -246,18 +257,14 @@ class ProcessCluster:
         await self._router.start()
 
     def _add_supervisor(
-        self, name: str, role: Role | None, forks: Launcher, control: ProcessControl
+        self, name: str, role: Role | None, forks: ForkLauncher, control: ProcessControl
     ) -> None:
         place = self._places.get(name, Place())
-        launcher = forks
-        if place.netns is not None:
-            launcher = fresh = FreshLauncher(place.netns, place.environment)
-            self._ends.push_async_callback(asyncio.to_thread, fresh.stop)
         supervisor = self._supervisors[name] = Supervisor(
             name,
             role,
             partial(self._spec, name, role, place, control.path),
-            launcher,
+            forks.launch,
             control,
             start_timeout_s=START_TIMEOUT_S,
             health_timeout_s=self._health_timeout_s,
@@ -288,6 +295,7 @@ class ProcessCluster:
             port=port,
             control_path=str(control_path),
             log_path=str(log_dir / f"{name}.log"),
+            netns=place.netns,
             environment=place.environment,
             build=self._build,
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from cluster.background import Background
 from cluster.config import ClusterConfig
+from cluster.preflight import check_configuration, warnings_of
 from cluster.process_tree import adopt_orphans, descendants, end_processes
 from cluster.serve_port import with_free_port
 from cluster.serve_progress import Report
@@ -18,7 +19,8 @@ from cluster.serve_signals import StopSignals
 if TYPE_CHECKING:
     from cluster.application import Builders
 
-FORCED_EXIT_CODE = 130
+INTERRUPTED_EXIT_CODE = 130
+"""The start was interrupted, or the end was not waited for."""
 TAKE_DOWN_S = FAREWELL_S + 5.0
 NAP_S = 0.1
 MAX_SWEEPS = 6
@@ -29,11 +31,14 @@ def serve_cluster(config: ClusterConfig, report: Report, builders: Builders | No
 
     Raises `StartupError` when it cannot be brought up, `WorkerUnavailable` when it is lost later.
     """
+    check_configuration(config)
     config = with_free_port(config)
     signals = StopSignals()
     signals.install()
     adopt_orphans()
     report.headline(config)
+    for line in warnings_of(config):
+        report.step(line)
     run = ClusterRun(config, report, builders)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # Ray prints there what it logs, too
         thread = Background("cluster", run.run)
@@ -46,7 +51,7 @@ def serve_cluster(config: ClusterConfig, report: Report, builders: Builders | No
             report.step("stopped")
         else:
             end_processes(descendants(), grace_s=2.0)
-        _finish(thread, forced=signals.count > 1)
+        _finish(thread, forced=signals.count > 1, interrupted=bool(signals.count) and not run.was_ready)
 
 
 def _mute_stderr() -> None:
@@ -75,8 +80,8 @@ def _wait(
             return
 
 
-def _finish(thread: Background[None], *, forced: bool) -> None:
+def _finish(thread: Background[None], *, forced: bool, interrupted: bool) -> None:
     """Raise what the run raised; after a stop, leave without waiting for threads over a dead Ray."""
     if not thread.is_running and not forced:
         thread.raise_if_failed()
-    os._exit(FORCED_EXIT_CODE if forced else 0)
+    os._exit(INTERRUPTED_EXIT_CODE if forced or interrupted else 0)

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from cluster.config import ClusterConfig, HttpConfig
+from cluster.config import DEMO_MODEL, ClusterConfig, HttpConfig
 from protocol.ports import Clock
+
+DEMO_IS_SMALL = "(135 million parameters, to try things out: often wrong, nonsense at temperature 1)"
 
 
 @dataclass(slots=True)
@@ -34,22 +36,21 @@ class Report:
         self.out.write(f"splitserve: {config.model_name}, {workers} worker(s)\n")
         self.out.flush()
 
-    def box(self, lines: list[str]) -> None:
-        width = max(map(len, lines))
-        self.out.write(f"\n╭{'─' * (width + 2)}╮\n")
-        self.out.writelines(f"│ {line:<{width}} │\n" for line in lines)
-        self.out.write(f"╰{'─' * (width + 2)}╯\n\n")
+    def block(self, lines: list[str]) -> None:
+        """Between empty lines, and without borders, so that it can be copied."""
+        self.out.writelines(f"{line}\n" for line in ["", *lines, ""])
         self.out.flush()
 
 
 def what_to_try(config: ClusterConfig) -> list[str]:
-    """The lines of the closing box."""
+    """What is said at the end of a start."""
     url, model = f"{public_url(config)}/v1", config.model_name
     needs_key = config.http.api_key_file is not None
     key = f"$(head -n 1 {config.http.api_key_file})"
     header = [f'  -H "Authorization: Bearer {key}" \\'] if needs_key else []
     return [
         f"Ready: {model} at {url}",
+        *([DEMO_IS_SMALL] if config.model == DEMO_MODEL else []),
         "",
         f"curl {url}/chat/completions \\",
         *header,
@@ -60,7 +61,7 @@ def what_to_try(config: ClusterConfig) -> list[str]:
         "from openai import OpenAI",
         f'client = OpenAI(base_url="{url}", api_key="{"…" if needs_key else "none"}")',
         "for chunk in client.chat.completions.create(",
-        f'        model="{model}", stream=True,',
+        f'        model="{model}", stream=True, temperature=0,',
         '        messages=[{"role": "user", "content": "Tell me a joke."}]):',
         '    print(chunk.choices[0].delta.content or "", end="", flush=True)',
         "",

@@ -11,16 +11,20 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from cluster.attachment import list_workers
 from cluster.background import Background
 from cluster.config import ClusterConfig
 from cluster.environment import export, forget, local_ray_variables, read_environment
 from cluster.serve_port import http_answers
 from cluster.serve_progress import Report, public_url, what_to_try
-from cluster.serve_state import write_state
+from cluster.serve_state import state_file, write_start, write_state
 from protocol.errors import StartupError, WorkerUnavailable
+from protocol.membership import WorkerRecord
 
 if TYPE_CHECKING:
     from cluster.application import Builders
@@ -28,9 +32,13 @@ if TYPE_CHECKING:
 
 FAREWELL_S = 8.0
 """How long the replicas may take to end by themselves."""
+MODEL_WAIT_S = 3.0
 POLL_S = 0.2
 STATUS_PERIOD_S = 1.0
 """A look at Serve costs its controller 20 ms of CPU, which the replicas need just then."""
+
+
+DEPLOYMENTS = frozenset({"router", "prefill", "decode"})
 
 
 class StopRequested(Exception):
@@ -51,6 +59,8 @@ class ClusterRun:
         self._stop = threading.Event()
         self.is_up = False
         """Replicas may be running: they deserve a farewell."""
+        self.was_ready = False
+        """The start has succeeded: what ends the run now interrupts nothing."""
 
     @property
     def is_local(self) -> bool:
@@ -64,6 +74,22 @@ class ClusterRun:
     def run(self) -> None:
         """Raises `StartupError` or, when the cluster is lost later, `WorkerUnavailable`."""
         token = read_environment().cluster_token or secrets.token_hex(32)
+        self._leave_word()
+        try:
+            self._run(token)
+        finally:
+            state_file(self._config).unlink(missing_ok=True)
+
+    def _leave_word(self) -> None:
+        try:
+            write_start(self._config)
+        except OSError as error:
+            raise StartupError(
+                f"cannot leave word of this server for `splitserve status`: {error}; set XDG_CACHE_HOME to"
+                " a folder where files can be written"
+            ) from error
+
+    def _run(self, token: str) -> None:
         cluster = self._start_ray()
         try:
             self._deploy(token)
@@ -84,7 +110,8 @@ class ClusterRun:
         from cluster import launcher
 
         imports = Background("imports", _import_application)
-        model.raise_if_failed()  # a wrong path is known by now
+        model.wait(MODEL_WAIT_S)  # what cannot work is known by then, unless it is converted or downloaded
+        model.raise_if_failed()
         cluster = launcher.connect(self._config)
         try:
             where = "on this machine" if self.is_local else f"at {cluster.address}"
@@ -119,6 +146,9 @@ class ClusterRun:
             if time.monotonic() > started_at + self._config.start_timeout_s:
                 raise StartupError(self._too_slow(told))
             self._stop.wait(POLL_S)
+        for name in sorted(DEPLOYMENTS - told):  # Serve's word comes late; the hand-off proves it
+            self._report.step(f"{name} runs")
+        self.was_ready = True
         self._report.step("ready: a hand-off from prefill to decode succeeded")
 
     def _look(self, told: set[str]) -> set[str]:
@@ -135,14 +165,18 @@ class ClusterRun:
 
     def _serve(self, cluster: RayCluster, token: str) -> None:
         ray_token = read_environment().ray_token or ""
-        state = write_state(self._config, cluster.address, ray_token=ray_token, cluster_token=token)
+        write_state(self._config, cluster.address, ray_token=ray_token, cluster_token=token)
         try:
-            self._report.box(what_to_try(self._config))
-            while not self._stop.wait(1.0):
-                if not cluster.is_alive():
-                    raise WorkerUnavailable("Ray ended unexpectedly; see /tmp/ray/session_latest/logs")
-        finally:
-            state.unlink(missing_ok=True)
+            lines = engines_in_words(list_workers())
+        except WorkerUnavailable as error:  # the service works all the same
+            lines = [error.message]
+        for line in lines:
+            self._report.step(line)
+        self._report.step(f"logs: {cluster.log_dir}/serve")
+        self._report.block(what_to_try(self._config))
+        while not self._stop.wait(1.0):
+            if not cluster.is_alive():
+                raise WorkerUnavailable(f"Ray ended unexpectedly; see {cluster.log_dir}")
 
     def _say_farewell(self) -> None:
         """Let the replicas release leases and withdraw. A local Serve ends with Ray."""
@@ -155,12 +189,23 @@ class ClusterRun:
             raise StopRequested
 
     def _too_slow(self, running: set[str]) -> str:
-        missing = sorted({"router", "prefill", "decode"} - running)
+        missing = sorted(DEPLOYMENTS - running)
         why = f"{', '.join(missing)} did not start" if missing else "no hand-off has succeeded"
         return (
             f"not ready after {self._config.start_timeout_s:.0f} s: {why}; raise start_timeout_s if the "
             "model needs longer to load, else see /tmp/ray/session_latest/logs/serve"
         )
+
+
+def engines_in_words(workers: Sequence[WorkerRecord]) -> list[str]:
+    """`prefill: 2 x float32, 728 KV blocks of 16 tokens`, for example; a line per kind of engine."""
+    kinds = Counter(
+        (w.role.value, w.fingerprint.dtype, w.load.blocks_total, w.fingerprint.block_size) for w in workers
+    )
+    return [
+        f"{role}: {number} x {dtype}, {blocks:,} KV blocks of {size} tokens"
+        for (role, dtype, blocks, size), number in sorted(kinds.items(), reverse=True)
+    ]
 
 
 def _prepare_model(config: ClusterConfig) -> str:

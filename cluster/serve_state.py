@@ -1,4 +1,4 @@
-"""The file by which `splitserve status` and others find a running server of this machine."""
+"""The file by which commands find a server of this machine that starts or runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from cluster.config import ClusterConfig
+from cluster.environment import read_environment
 from cluster.serve_progress import public_url
 
 
@@ -19,6 +20,7 @@ class ServerState:
     url: str
     model: str
     ray_address: str
+    """Empty while the server starts."""
     ray_token: str = field(repr=False)
     """Opens the local Ray cluster; the file is readable by its owner alone."""
     cluster_token: str = field(repr=False)
@@ -26,12 +28,17 @@ class ServerState:
 
 
 def state_file(config: ClusterConfig) -> Path:
-    """One per port: several servers may run at once."""
-    return config.cache_dir.expanduser() / "run" / f"{config.http.port}.json"
+    """One per port: several servers may run at once. The same whatever their configurations say else."""
+    return read_environment().run_dir / f"{config.http.port}.json"
+
+
+def write_start(config: ClusterConfig) -> Path:
+    """Say that a server starts; the caller removes the file when it ends. Raises `OSError`."""
+    return write_state(config, "", ray_token="", cluster_token="")
 
 
 def write_state(config: ClusterConfig, ray_address: str, *, ray_token: str, cluster_token: str) -> Path:
-    """Leave the file; the caller removes it when the server ends."""
+    """Leave the file; the caller removes it when the server ends. Raises `OSError`."""
     state = ServerState(
         os.getpid(), public_url(config), config.model_name, ray_address, ray_token, cluster_token
     )
@@ -45,6 +52,17 @@ def write_state(config: ClusterConfig, ray_address: str, *, ray_token: str, clus
 
 def read_state(config: ClusterConfig) -> ServerState | None:
     """The server that runs on the configured port, if one left its file and still lives."""
+    state = _read(config)
+    return state if state and state.ray_address else None
+
+
+def read_start(config: ClusterConfig) -> ServerState | None:
+    """The server that starts on the configured port, and does not run yet."""
+    state = _read(config)
+    return None if state is None or state.ray_address else state
+
+
+def _read(config: ClusterConfig) -> ServerState | None:
     try:
         state = ServerState(**json.loads(state_file(config).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

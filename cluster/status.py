@@ -9,6 +9,8 @@ from cluster.attachment import find_cluster, list_workers
 from cluster.config import ClusterConfig
 from cluster.serve_port import http_answers
 from cluster.serve_progress import public_url
+from cluster.serve_state import read_start, read_state
+from protocol.errors import StartupError
 from protocol.ids import Role
 from protocol.membership import WorkerRecord
 
@@ -23,6 +25,8 @@ class ClusterStatus:
     ready: bool
     """A hand-off succeeded recently."""
     workers: tuple[WorkerRecord, ...]
+    note: str | None = None
+    """Why this is not all: the server starts yet, or its workers cannot be asked."""
 
 
 def look(config: ClusterConfig) -> ClusterStatus:
@@ -32,8 +36,21 @@ def look(config: ClusterConfig) -> ClusterStatus:
     """
     url = public_url(config)
     alive, ready = http_answers(url, "/health"), http_answers(url, "/ready")
+    if config.ray.address is None and read_state(config) is None:
+        return _without_ray(config, url, alive=alive, ready=ready)
     with find_cluster(config).joined():
         return ClusterStatus(url, alive, ready, list_workers())
+
+
+def _without_ray(config: ClusterConfig, url: str, *, alive: bool, ready: bool) -> ClusterStatus:
+    start = read_start(config)
+    if start is not None:
+        note = f"{start.model} is starting (pid {start.pid}); its own output says how far it is"
+        return ClusterStatus(url, alive, ready, (), note)
+    if alive:
+        note = "started by somebody else or elsewhere: --ray-address lists its workers"
+        return ClusterStatus(url, alive, ready, (), note)
+    raise StartupError(f"no server answers at {url}, and none starts there; is it another --port?")
 
 
 def as_json(status: ClusterStatus) -> str:
@@ -43,9 +60,11 @@ def as_json(status: ClusterStatus) -> str:
 def as_table(status: ClusterStatus) -> str:
     """Two lines about the service and one per worker."""
     health = "ready" if status.ready else "alive, not ready" if status.alive else "does not answer"
+    if status.note is not None:
+        return f"{status.url}  {health}\n{status.note}"
     lines = [f"{status.url}  {health}", ""]
     rows: list[tuple[str, ...]] = [
-        ("role", "worker", "address", "running", "waiting", "held", "blocks free")
+        ("role", "worker", "address", "running", "waiting", "held", "blocks free", "dtype")
     ]
     rows += [_row(record) for record in status.workers]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -67,4 +86,5 @@ def _row(record: WorkerRecord) -> tuple[str, ...]:
         str(load.num_waiting),
         str(load.num_held),
         f"{load.blocks_free} of {load.blocks_total}",
+        record.fingerprint.dtype,
     )

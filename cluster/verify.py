@@ -38,13 +38,15 @@ class VerifyOptions:
 def verify(config: ClusterConfig, options: VerifyOptions, console: Console) -> bool:
     """Run all comparisons and print them; True when nothing differs. Raises `SplitserveError`."""
     from cluster.compose import open_model
+
+    remote = _find_server(config, options.url, console) if options.url is not None else None
     from cluster.engine_parts import build_engine
 
     folder = open_model(config)
     baseline = build_engine(config, config.prefill, folder)
     cases = _cases(folder, baseline.scheduler.max_model_len, options)
     reference = _load_reference(folder, console) if options.with_reference else None
-    found = asyncio.run(_compare(config, options, _Oracles(baseline, reference), cases, console))
+    found = asyncio.run(_compare(config, _Oracles(baseline, reference), cases, remote, console))
     for line in found.lines():
         console.print(line, highlight=False, markup=False)
     console.print("[green]all equal[/]" if found.is_equal else "[red]DIFFERENT[/]")
@@ -73,12 +75,12 @@ class _Oracles:
 
 async def _compare(
     config: ClusterConfig,
-    options: VerifyOptions,
     oracles: _Oracles,
     cases: Sequence[Case],
+    remote: RemoteCluster | None,
     console: Console,
 ) -> Verification:
-    async with _cluster(config, options.url) as cluster:
+    async with _cluster(config, remote) as cluster:
         return await verify_answers(
             cases,
             cluster=cluster.answer,
@@ -89,14 +91,25 @@ async def _compare(
         )
 
 
-@asynccontextmanager
-async def _cluster(config: ClusterConfig, url: str | None) -> AsyncIterator[LocalCluster | RemoteCluster]:
+def _find_server(config: ClusterConfig, url: str, console: Console) -> RemoteCluster:
+    """Ask the server first: loading the models to compare it with takes long."""
     from cluster.compose import read_api_key
-    from cluster.local import LocalCluster
-    from cluster.verification.remote import RemoteCluster
+    from cluster.verification.remote import RemoteCluster, ask_model, base_url
 
-    if url is not None:
-        yield RemoteCluster(url, config.model_name, read_api_key(config))
+    base, key = base_url(url), read_api_key(config)
+    model = ask_model(base, key)
+    console.print(f"{base} serves {model}", style="dim", highlight=False, markup=False)
+    return RemoteCluster(base, model, key)
+
+
+@asynccontextmanager
+async def _cluster(
+    config: ClusterConfig, remote: RemoteCluster | None
+) -> AsyncIterator[LocalCluster | RemoteCluster]:
+    from cluster.local import LocalCluster
+
+    if remote is not None:
+        yield remote
         return
     async with LocalCluster(config) as cluster:
         yield cluster

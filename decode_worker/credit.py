@@ -3,7 +3,9 @@
 Pure bookkeeping. What a request will reserve is promised from its submission on; once its blocks are
 allocated, the engine's own count of free blocks has them.
 
-    credit = (free - promised - reserve) / routers        a worker without any request grants its whole pool
+    spare = free - promised - reserve
+    credit = spare / routers, but as much of it as the largest request needs
+    a worker without any request grants its whole pool
 """
 
 from __future__ import annotations
@@ -16,9 +18,14 @@ from protocol.ids import SequenceId
 class CreditBook:
     """The promises of one worker, over all its sessions. Used on one event loop."""
 
-    def __init__(self, reserve: float) -> None:
-        """`reserve`: the share of the pool that is never granted."""
+    def __init__(self, reserve: float, largest: int) -> None:
+        """`reserve`: the share of the pool that is never granted; `largest`: blocks of the largest request.
+
+        With several routers, one such request each may be promised too much. It waits here then; without
+        that, a large request would never fit into a router's share while others keep the worker busy.
+        """
         self._reserve = reserve
+        self._largest = largest
         self._promised: dict[SequenceId, int] = {}
         """Blocks by sequence; 0 once they are allocated."""
         self.num_sessions = 0
@@ -50,10 +57,5 @@ class CreditBook:
         if not self._promised:
             return blocks_total  # so that the largest request gets through, however many routers there are
         kept = math.ceil(blocks_total * self._reserve)
-        spare = blocks_free - self.num_promised_blocks - kept
-        return max(0, spare) // max(1, self.num_sessions)
-
-
-def blocks_needed(num_tokens: int, num_choices: int, block_size: int) -> int:
-    """Blocks of a prompt, the first token of each choice included; each further choice copies one block."""
-    return -(-(num_tokens + 1) // block_size) + num_choices - 1
+        spare = max(0, blocks_free - self.num_promised_blocks - kept)
+        return max(spare // max(1, self.num_sessions), min(spare, self._largest))

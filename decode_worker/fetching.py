@@ -90,7 +90,8 @@ class Fetch:
         """The peer's agent. No block is touched yet, so that both drop and loss may end it."""
         handshake: asyncio.Future[str] = self._peer.handshake()
         await self._watch.until(handshake)
+        agent = handshake.result()  # only a connected peer's block size is known
         num_blocks = -(-self._ticket.num_tokens // self._peer.block_size)
         if len(self._ticket.block_ids) != num_blocks:
             raise TransferFailed(f"the ticket names {len(self._ticket.block_ids)} blocks, not {num_blocks}")
-        return handshake.result()
+        return agent

@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from uuid import uuid4
 
-from decode_worker.owner import Released
 from decode_worker.peers import Peer
 from decode_worker.tools import IntakeTools
 from protocol.errors import LayoutMismatch, SplitserveError, TransferFailed
-from protocol.handoff import Ticket
+from protocol.handoff import Released, Ticket
 
 RELEASE_PAUSE_S = 0.1
 

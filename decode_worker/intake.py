@@ -47,8 +47,11 @@ from protocol.errors import (
     WorkerUnavailable,
 )
 from protocol.generation import Receipt
-from protocol.handoff import Verdict
+from protocol.handoff import Released, Verdict
 from protocol.ids import SequenceId
+
+LAST_WORD_S = 0.5
+"""How long a verdict may come after the news that the lease has ended, by this very verdict."""
 
 
 class IntakeState(StrEnum):
@@ -82,6 +85,7 @@ class Intake:
         self._begun: asyncio.Future[FirstTokens] = loop.create_future()
         self._watch = Watch()
         self._is_reserved = False
+        self._keeper: LeaseKeeper | None = None
         self._fetch: Fetch | None = None
 
     def allocated(self, event: BlocksAllocated) -> None:
@@ -96,6 +100,8 @@ class Intake:
             raise InvalidRequest(mismatch)
         if not self._begun.done():
             self._begun.set_result(first_tokens)
+            if self._keeper is not None:
+                self._keeper.complete()
         elif self._begun.result() != first_tokens:
             raise InvalidRequest("a request began twice, with different first tokens")
 
@@ -126,7 +132,9 @@ class Intake:
         with self._tools.peers.use(self._ticket.owner, self._ticket.owner_address) as peer:
             clock, ticket = self._tools.clock, self._ticket
             pace = PrefillPace(ticket.num_tokens, ticket.tokens_ready, peer.prefill_rate, clock)
-            keeper = LeaseKeeper(ticket, peer.owner, pace, self._watch.lose, clock)
+            keeper = self._keeper = LeaseKeeper(ticket, peer.owner, pace, self._watch.lose, clock)
+            if self._begun.done():
+                keeper.complete()
             try:
                 await self._take_over(peer, keeper, pace)
             except SplitserveError as error:
@@ -201,14 +209,33 @@ class Intake:
         return self._tools.config.read_limit_s(self._request.deadline_s - spent_s)
 
     async def _validate(self, peer: Peer, checksums: Mapping[int, int]) -> None:
-        """Step 4. Raises `TransferError` unless the blocks hold what their owner computed."""
-        attempts, takes_checksums = self._tools.config.release_attempts, self._tools.reader.takes_checksums
-        self._is_given_back = True
-        answer = await release(peer, self._ticket, self._reader, attempts, wants_checksums=takes_checksums)
+        """Step 4. Raises `TransferError` unless the blocks hold what their owner computed.
+
+        `checksums`: of what has arrived; empty when the reader takes none.
+        """
+        answer = await self._release(peer, wants_checksums=bool(checksums))
         if answer.verdict is not Verdict.VALID:
             raise LeaseExpired(f"{peer.identity} says that the ticket is {answer.verdict.value}")
-        if takes_checksums:
+        if checksums:
             compare(self._ticket, checksums, answer.checksums)
+
+    async def _release(self, peer: Peer, *, wants_checksums: bool) -> Released:
+        """The owner's verdict. A silent one is waited for only until the lease counts as lost; one that
+        answers says in the same breath that the ticket is not held any more."""
+        attempts = self._tools.config.release_attempts
+        asking = asyncio.ensure_future(
+            release(peer, self._ticket, self._reader, attempts, wants_checksums=wants_checksums)
+        )
+        try:
+            await self._watch.until(asking)
+        except TransferError:
+            if not await self._watch.until_kept(asking, LAST_WORD_S):
+                raise
+        finally:
+            self._is_given_back = asking.done()
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        return asking.result()
 
     async def _first_tokens(self) -> FirstTokens:
         """What `begin` brings, without the choices that were dropped meanwhile."""

@@ -80,10 +80,11 @@ class LeaseKeeper:
             except SplitserveError as error:
                 if overdue_s is None:
                     overdue_s = min(self._clock(), asked_s + wait_s)
-                if self._clock() - overdue_s >= SILENCE_LIMIT_S:
+                left_s = overdue_s + SILENCE_LIMIT_S - self._clock()
+                await asyncio.sleep(max(0.0, min(left_s, RETRY_PAUSE_S)))
+                if left_s <= RETRY_PAUSE_S:
                     return TransferFailed(f"{self._ticket.owner} is silent: {error.message}")
                 wait_s = 0.0
-                await asyncio.sleep(RETRY_PAUSE_S)
                 continue
             if not status.held:
                 return LeaseExpired(f"{self._ticket.owner} gave the blocks up")
@@ -102,10 +103,17 @@ class LeaseKeeper:
         except TimeoutError as error:
             raise TransferFailed(f"no answer in {limit_s:.1f} s") from error
 
+    def complete(self) -> None:
+        """All tokens are ready: somebody else heard so."""
+        self._advance(self._ticket.num_tokens)
+
     def _note(self, status: LeaseStatus) -> bool:
         """Whether there is progress."""
         tokens_ready = min(status.tokens_ready, self._ticket.num_tokens)
         self._pace.note(tokens_ready)
+        return self._advance(tokens_ready)
+
+    def _advance(self, tokens_ready: int) -> bool:
         if tokens_ready <= self.tokens_ready:
             return False
         self.tokens_ready = tokens_ready

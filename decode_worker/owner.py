@@ -15,7 +15,7 @@ from protocol.codec import (
     identity_to_wire,
 )
 from protocol.errors import TransferFailed
-from protocol.handoff import Fingerprint, LeaseStatus, Ticket, TransportEndpoint, Verdict
+from protocol.handoff import Fingerprint, LeaseStatus, Released, Ticket, TransportEndpoint, Verdict
 from protocol.ids import WorkerIdentity
 from protocol.wire import splitserve_pb2 as pb
 from protocol.wire.splitserve_pb2_grpc import PrefillWorkerStub
@@ -32,15 +32,6 @@ class OwnerHello:
     identity: WorkerIdentity
     fingerprint: Fingerprint
     endpoint: TransportEndpoint
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """An owner's answer to a release."""
-
-    verdict: Verdict
-    checksums: tuple[int, ...] = ()
-    """CRC-32 of the ticket's blocks, in order, where they were asked for and the verdict is VALID."""
 
 
 class Owner(Protocol):

@@ -54,10 +54,6 @@ class Read:
 class BlockReader(Protocol):
     """Reads KV of peers into this worker's pool. Used on the event loop."""
 
-    @property
-    def takes_checksums(self) -> bool:
-        """Whether reads end with checksums."""
-
     async def connect(self, peer: TransportEndpoint, fingerprint: Fingerprint) -> None:
         """Raises `LayoutMismatch` or `TransferFailed`."""
 
@@ -126,10 +122,6 @@ class TransportThread:
         await asyncio.to_thread(self._thread.join, timeout_s)
         if self._thread.is_alive():
             raise EngineFault(f"the transport did not close within {timeout_s} s")
-
-    @property
-    def takes_checksums(self) -> bool:
-        return self._reader.takes_checksums
 
     async def connect(self, peer: TransportEndpoint, fingerprint: Fingerprint) -> None:
         await self._call(partial(self._reader.connect, peer, fingerprint))

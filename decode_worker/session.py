@@ -17,11 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from decode_worker.credit import blocks_needed
 from decode_worker.handback import give_back, new_reader
 from decode_worker.intake import Intake
 from decode_worker.local_prefill import LocalPrefill
-from decode_worker.submission import Submission, num_tokens_of
+from decode_worker.submission import Submission
 from decode_worker.tools import IntakeTools
 from engine import (
     BlocksAllocated,
@@ -166,7 +165,7 @@ class DecodeSession:
         choices = set(range(request.index, request.index + request.n))
         generation = Generation(request_id, seq_id, beginning, deadline, choices)
         self._generations[request_id] = generation
-        tools.credit.accept(seq_id, blocks_needed(num_tokens_of(request), request.n, tools.block_size))
+        tools.credit.accept(seq_id, request.num_blocks(tools.block_size))
         tools.engine.listen(seq_id, lambda event: self._on_event(generation, event))
         tools.tasks.spawn(self._take_in(generation), f"intake of {seq_id}")
 

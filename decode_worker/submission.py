@@ -18,7 +18,7 @@ class Submission:
 
     def mismatch(self) -> str | None:
         """Why ticket and request cannot belong together; None when they can."""
-        num_tokens, ticket = num_tokens_of(self.request), self.ticket
+        num_tokens, ticket = self.request.num_tokens, self.ticket
         if ticket.num_tokens != num_tokens:
             return f"the ticket covers {ticket.num_tokens} tokens and the request has {num_tokens}"
         if ticket.tokens_ready > num_tokens:
@@ -26,11 +26,6 @@ class Submission:
         if not ticket.lease_s > 0:
             return f"the ticket's lease is {ticket.lease_s} s"
         return None
-
-
-def num_tokens_of(request: GenerationRequest) -> int:
-    """Tokens whose KV is there before the next one is sampled."""
-    return len(request.prompt_token_ids) + len(request.output_token_ids)
 
 
 def choices_mismatch(request: GenerationRequest, choices: Sequence[int]) -> str | None:

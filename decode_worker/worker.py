@@ -80,7 +80,9 @@ class DecodeWorker:
             tasks=self._intakes,
             health=self._shell.health,
             metrics=DecodeMetrics(self._shell.registry, lambda: self.num_peers),
-            credit=CreditBook(config.credit_reserve),
+            credit=CreditBook(
+                config.credit_reserve, -(-profile.max_model_len // profile.fingerprint.block_size)
+            ),
             config=config,
             block_size=profile.fingerprint.block_size,
             clock=clock,

@@ -48,6 +48,7 @@ def _first_choice(
         cache_salt=command.cache_salt,
         arrival_s=now_s,
         state=SequenceState.RESERVING if reserves else SequenceState.WAITING,
+        num_given_tokens=num_prompt_tokens + len(command.output_token_ids),
         arrival_index=arrival_index,
         length_limit=min(num_prompt_tokens + sampling.max_tokens, config.max_model_len),
         min_length=num_prompt_tokens + sampling.min_tokens,

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 
+from engine.cached_prefix import CachedPrefix
 from engine.prefix_hash import BlockHash, BlockKey
 from protocol.errors import EngineFault
 from protocol.ids import BlockId
@@ -40,6 +41,8 @@ class BlockPool:
         self._by_hash: dict[BlockHash, BlockId] = {}
         self._children: dict[BlockHash, set[BlockId]] = {}
         """The cached blocks that follow a cached block."""
+        self._watched = CachedPrefix(())
+        """What was last asked for, kept up to date."""
 
     @property
     def num_free(self) -> int:
@@ -81,6 +84,7 @@ class BlockPool:
                 if block_id not in self._evictable:
                     raise EngineFault(f"block {block_id} is shared but holds nothing")
                 del self._evictable[block_id]
+                self._watched.note_taken(block_id)
             self._ref_counts[block_id] += 1
 
     def free(self, block_ids: Items[BlockId]) -> None:
@@ -121,6 +125,7 @@ class BlockPool:
                 raise EngineFault(f"block {dropped_id} leaves the prefix cache but is not in it")
             self._keys[dropped_id] = None
             del self._by_hash[key.block_hash]
+            self._watched.note_uncached(dropped_id)
             dropped += self._children.pop(key.block_hash, ())
             if not key.is_first:
                 self._forget_child(key.parent_hash, dropped_id)
@@ -137,15 +142,20 @@ class BlockPool:
         heads = [BlockId(i) for i, key in enumerate(self._keys) if key and key.is_first and is_meant(key)]
         return [dropped_id for head in heads for dropped_id in self.uncache(head)]
 
-    def cached_prefix(self, keys: Iterable[BlockKey]) -> list[BlockId]:
-        """Return the blocks of the longest cached prefix of a chain. Takes no references."""
-        found: list[BlockId] = []
-        for key in keys:
+    def cached_prefix(self, keys: Items[BlockKey]) -> CachedPrefix:
+        """Return the longest cached prefix of a chain, valid until the next call. Takes no references.
+
+        Asked again with the very same object, it looks only at what the cache got meanwhile.
+        """
+        if self._watched.keys is not keys:
+            self._watched = CachedPrefix(keys)
+        prefix = self._watched
+        while (key := prefix.next_key) is not None:
             block_id = self._by_hash.get(key.block_hash)
             if block_id is None or self._keys[block_id] != key:
                 break
-            found.append(block_id)
-        return found
+            prefix.append(block_id, is_idle=self._ref_counts[block_id] == 0)
+        return prefix
 
     def check_integrity(self) -> None:
         """Raise `EngineFault` unless every block is in exactly one place."""
@@ -165,6 +175,7 @@ class BlockPool:
         _require(evictable <= cached, "an evictable block is not in the prefix cache")
         _require(found == self._by_hash, "the prefix cache points at other blocks than those that hold it")
         self._check_forest()
+        self._check_watched()
 
     def assert_idle(self) -> None:
         """Raise `EngineFault` unless no block is referenced."""
@@ -177,6 +188,7 @@ class BlockPool:
             self._blank.append(block_id)
         else:
             self._evictable[block_id] = None
+            self._watched.note_idle(block_id)
 
     def _evict_oldest(self) -> None:
         self.uncache(next(iter(self._evictable)))
@@ -195,6 +207,13 @@ class BlockPool:
                 children.setdefault(key.parent_hash, set()).add(BlockId(i))
         _require(children.keys() <= self._by_hash.keys(), "a cached block follows one that is not cached")
         _require(children == self._children, "the prefix cache miscounts what follows its blocks")
+
+    def _check_watched(self) -> None:
+        watched = self._watched
+        num_idle = sum(block_id in self._evictable for block_id in watched.block_ids)
+        _require(watched.num_idle == num_idle, "the idle blocks of a cached prefix are miscounted")
+        held = [self._keys[block_id] for block_id in watched.block_ids]
+        _require(held == [*watched.keys[: len(held)]], "a cached prefix has blocks that hold other content")
 
 
 def _require(holds: bool, message: str) -> None:

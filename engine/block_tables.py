@@ -6,6 +6,7 @@ from collections.abc import Sequence as Items
 
 from engine.block_moves import BlockMoves
 from engine.block_pool import BlockPool
+from engine.cached_prefix import CachedPrefix
 from engine.config import SchedulerConfig
 from engine.sequence import Sequence
 from protocol.ids import BlockId
@@ -24,10 +25,9 @@ class BlockTables:
         """The sequences in whose tables a block is."""
         return frozenset(self._users.get(block_id, ()))
 
-    def num_free_after(self, cached: list[BlockId], num_blocks: int) -> int:
+    def num_free_after(self, cached: CachedPrefix, num_blocks: int) -> int:
         """How many blocks stay free when a table of `num_blocks` opens with `cached`; may be negative."""
-        num_woken = sum(self._pool.ref_count(block_id) == 0 for block_id in cached)
-        return self._pool.num_free - num_woken - (num_blocks - len(cached))
+        return self._pool.num_free - cached.num_idle - (num_blocks - len(cached.block_ids))
 
     def open(self, sequence: Sequence, block_ids: list[BlockId]) -> None:
         """Start an empty table with blocks that others use or used: cached ones, or another choice's."""

@@ -131,6 +131,7 @@ def _append(living: list[Sequence], first_tokens: FirstTokens) -> None:
     tokens = dict(first_tokens)
     for choice in living:
         choice.token_ids.append(tokens[choice.index])
+        choice.num_given_tokens += 1
 
 
 def _become_next(sequence: Sequence) -> None:
@@ -139,6 +140,7 @@ def _become_next(sequence: Sequence) -> None:
     sequence.index = choice.index
     sequence.sampling = choice.sampling
     sequence.token_ids = choice.token_ids
+    sequence.num_given_tokens = choice.num_given_tokens
 
 
 def _has_seat(sequence: Sequence) -> bool:

@@ -31,7 +31,12 @@ class SchedulerConfig:
     Bounds what local recompute on a decode worker costs the others in inter-token latency.
     """
     max_num_waiting: int = 1024
-    """Sequences that may wait; the next one is refused with `Overloaded`."""
+    """Sequences that may wait to be computed here; the next one is refused with `Overloaded`, or takes the
+    place of one that it outranks and that has got nothing yet.
+
+    Reserved ones are neither counted nor refused, nor are resumed ones refused: their clients have tokens
+    already, or will in a moment. What bounds them is the credit that routers spend on each.
+    """
     overload_retry_after_s: float = 1.0
     """What a refused sender is told to wait."""
     enable_prefix_caching: bool = True
@@ -48,7 +53,8 @@ class SchedulerConfig:
     num_host_blocks: int = 0
     """Blocks of the host pool for swapping. A sequence for which it has no room is recomputed."""
     long_prefill_token_threshold: int = 0
-    """A longer prefill computes at most so many tokens per step while others wait; 0 is no bound."""
+    """A longer prefill computes at most so many tokens per step while others could use the rest; 0 is no
+    bound."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -109,6 +115,12 @@ class SchedulerConfig:
     @property
     def num_high_blocks(self) -> int:
         return math.ceil(self.high_watermark * self.num_usable_blocks)
+
+    def prefill_budget(self, num_decodes: int) -> int:
+        """How many tokens a step has for others than its decodes."""
+        budget = self.max_num_batched_tokens - num_decodes
+        limit = self.max_num_prefill_tokens
+        return budget if limit is None else min(budget, limit)
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks the KV of `num_tokens` tokens takes."""

@@ -16,6 +16,7 @@ from engine.messages import (
     AbortSequence,
     AddSequence,
     AdmitSequence,
+    BlocksAllocated,
     CacheInvalidated,
     Command,
     Event,
@@ -27,7 +28,7 @@ from engine.messages import (
     SequenceFailed,
 )
 from engine.outcome import apply_result
-from engine.plan import Executor, StepResult
+from engine.plan import Executor, StepPlan, StepResult
 from engine.roster import Roster
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceState
@@ -50,14 +51,16 @@ class EngineCore:
         eos_token_ids: frozenset[int],
         clock: Clock,
         roster: Roster | None = None,
+        *,
+        scheduler: Scheduler | None = None,
     ) -> None:
-        """`roster` stands in for the one that is made from `config`."""
+        """`roster`, and a scheduler of that, stand in for those that are made from `config`."""
         self._config = config
         self._executor = executor
         self._eos_token_ids = eos_token_ids
         self._clock = clock
         self._roster = roster or Roster(config)
-        self._scheduler = Scheduler(config, self._roster)
+        self._scheduler = scheduler or Scheduler(config, self._roster)
         self._num_arrivals = 0
         self._is_blocked = False
         self._last_step = StepRecord()
@@ -79,10 +82,7 @@ class EngineCore:
         """Carry one command out. What fails, fails as an event; unknown ids are ignored."""
         self._is_blocked = False
         if isinstance(command, AddSequence | ReserveSequence):
-            refusal = self._enter(command)
-            return (
-                [SequenceFailed(command.seq_id, refusal)] if refusal else self._scheduler.take_allocations()
-            )
+            return self._enter(command)
         if isinstance(command, InvalidateCache):
             return [self._invalidate(command)]
         group = self._roster.groups.get(command.seq_id)
@@ -96,14 +96,16 @@ class EngineCore:
         """Compute one batch. Whatever the executor raises passes through and leaves the core unusable.
 
         With `announce`, the step's `BlocksAllocated` are told before the device starts, so that their
-        readers lose no time; without, they come first in the returned list.
+        readers lose no time, but for those of blocks that the step moves; the others come first in the
+        returned list.
         """
         started_s = self._clock()
         num_preemptions = self._roster.counters.num_preemptions
         plan = self._scheduler.schedule()
-        self.untold_events = self._scheduler.take_allocations()
-        if announce is not None and self.untold_events:
-            announce(self._take_untold())
+        allocations = self._scheduler.take_allocations()
+        self.untold_events = [*allocations]
+        if announce is not None and allocations:
+            self._tell_early(plan, allocations, announce)
         planned_s = self._clock()
         result = _NOTHING_DONE if plan.is_empty else self._executor.execute(plan)
         executed_s = self._clock()
@@ -169,25 +171,59 @@ class EngineCore:
         events, self.untold_events = self.untold_events, []
         return events
 
-    def _enter(self, command: AddSequence | ReserveSequence) -> SplitserveError | None:
-        """Take a new sequence in; returns the error when it is refused."""
+    def _tell_early(
+        self, plan: StepPlan, allocations: list[BlocksAllocated], announce: Callable[[list[Event]], None]
+    ) -> None:
+        """Whoever hears of blocks may write them at once, so nobody hears of those that are to be moved."""
+        moved = plan.moved_block_ids
+        early: list[Event] = [event for event in allocations if moved.isdisjoint(event.block_ids)]
+        self.untold_events = [event for event in allocations if not moved.isdisjoint(event.block_ids)]
+        if early:
+            announce(early)
+
+    def _enter(self, command: AddSequence | ReserveSequence) -> list[Event]:
+        """Take a new sequence in, or refuse it."""
         if command.seq_id in self._roster.groups:
-            return InvalidRequest("the sequence id is in use")
+            return [SequenceFailed(command.seq_id, InvalidRequest("the sequence id is in use"))]
         sequence = sequence_from(
             command, self._config, self._eos_token_ids, self._num_arrivals, self._clock()
         )
         never = why_never(sequence, self._config)
         if never is not None:
-            return never
-        if len(self._roster.waiting) >= self._config.max_num_waiting:
-            return Overloaded(
-                f"{len(self._roster.waiting)} sequences wait already",
-                retry_after_s=self._config.overload_retry_after_s,
-            )
+            return [SequenceFailed(command.seq_id, never)]
+        events: list[Event] = []
+        if self._has_nothing_to_lose(command) and self._is_queue_full:
+            loser = self._who_leaves_the_queue(sequence)
+            events.append(SequenceFailed(loser, self._overloaded()))
+            if loser == command.seq_id:
+                return events
+            self._roster.drop_group(loser)
         self._num_arrivals += 1
         self._roster.add(sequence)
         self._scheduler.reserve_waiting()
-        return None
+        return events + self._scheduler.take_allocations()
+
+    @staticmethod
+    def _has_nothing_to_lose(command: AddSequence | ReserveSequence) -> bool:
+        """Its client has no token yet: it may be refused as overload, and be sent elsewhere."""
+        return isinstance(command, AddSequence) and not command.output_token_ids
+
+    @property
+    def _is_queue_full(self) -> bool:
+        waiting = self._roster.waiting
+        return waiting.num_waiting + waiting.num_swapped >= self._config.max_num_waiting
+
+    def _who_leaves_the_queue(self, newcomer: Sequence) -> SequenceId:
+        """The newcomer, unless it outranks the last of those whose clients have no token yet either."""
+        last = self._roster.waiting.last_untouched
+        is_outranked = last is not None and self._roster.policy.outranks(newcomer, last)
+        return last.seq_id if last is not None and is_outranked else newcomer.seq_id
+
+    def _overloaded(self) -> Overloaded:
+        return Overloaded(
+            f"{self._config.max_num_waiting} sequences wait already",
+            retry_after_s=self._config.overload_retry_after_s,
+        )
 
     def _invalidate(self, command: InvalidateCache) -> CacheInvalidated:
         roster = self._roster

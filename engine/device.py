@@ -44,6 +44,12 @@ def _multiplies_bfloat16(device: torch.device) -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
+def wait_for(device: torch.device) -> None:
+    """Return when the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def limit_threads(num_threads: int | None) -> None:
     """Set how many threads torch computes with in this process; None keeps torch's own choice.
 

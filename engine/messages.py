@@ -15,7 +15,11 @@ from protocol.ids import BlockId, SequenceId
 
 @dataclass(frozen=True, slots=True)
 class AddSequence:
-    """Queue a sequence for computing. Refused with `SequenceFailed` when it can never fit."""
+    """Queue a sequence for computing. Refused with `SequenceFailed` when it can never fit.
+
+    A full queue refuses it with `Overloaded`, at once or, while it has got nothing yet, for the sake of one
+    that outranks it. Whoever brings output tokens is not refused.
+    """
 
     seq_id: SequenceId
     prompt_token_ids: tuple[int, ...]
@@ -37,7 +41,8 @@ FirstTokens = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class ReserveSequence:
-    """Queue for blocks that hold all these tokens, to be filled from outside (decode role).
+    """Queue for blocks that hold all these tokens, to be filled from outside (decode role). No queue is
+    too full for it: the router's credit bounds how many there are.
 
     Answered by `BlocksAllocated`; after that nobody but the sender writes those blocks (those past
     the cached prefix), until it says Admit, Recompute or Abort.

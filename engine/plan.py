@@ -50,6 +50,14 @@ class StepPlan:
         """Nothing is to be done."""
         return not (self.slices or self.copies or self.swaps_out or self.swaps_in)
 
+    @property
+    def moved_block_ids(self) -> frozenset[BlockId]:
+        """Device blocks that the moves read or write."""
+        copied = (block_id for pair in self.copies for block_id in pair)
+        swapped_out = (source for source, _ in self.swaps_out)
+        swapped_in = (destination for _, destination in self.swaps_in)
+        return frozenset((*copied, *swapped_out, *swapped_in))
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -71,6 +79,9 @@ class StepResult:
 
 class Executor(Protocol):
     """Runs a plan on a device. Called by the engine thread only.
+
+    All of it is done when the call returns: others read what a step wrote, and write over what it moved,
+    as soon as its events are told.
 
     Raises nothing for a well-formed plan; whatever it raises ends the engine (`EngineFault`).
     """

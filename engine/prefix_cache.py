@@ -7,10 +7,10 @@ from collections.abc import Sequence as Items
 
 from engine.block_pool import BlockPool
 from engine.block_tables import BlockTables
+from engine.cached_prefix import CachedPrefix
 from engine.config import SchedulerConfig
 from engine.prefix_hash import BlockKey, extend_block_keys, pack, root_hash
 from engine.sequence import Sequence, SequenceState
-from protocol.ids import BlockId
 
 
 class PrefixCache:
@@ -21,21 +21,36 @@ class PrefixCache:
         self._is_enabled = config.enable_prefix_caching
         self._pool = pool
         self._tables = tables
+        self._asker: tuple[Sequence | None, int] = None, 0
+        self._asked_keys: Items[BlockKey] = ()
 
     def may_give(self, sequence: Sequence) -> bool:
         """Whether a sequence may take blocks from the cache at all."""
         return self._is_enabled and not sequence.is_stale and sequence.num_unscored <= 0
 
-    def prefix_of(self, sequence: Sequence) -> list[BlockId]:
-        """Return the cached full blocks: of all tokens when it is RESERVING, and else of all but the last,
-        which is always computed, because the next one is sampled from it.
+    def prefix_of(self, sequence: Sequence) -> CachedPrefix:
+        """Return what the cache gives to one that waits; cheap when the same one asks again.
+
+        It counts until somebody else asks.
+        """
+        num_blocks = self._max_prefix(sequence)
+        if self._asker != (sequence, num_blocks):
+            self._asker = sequence, num_blocks
+            self._name_blocks(sequence, num_blocks)
+            self._asked_keys = sequence.block_keys[:num_blocks]
+        return self._pool.cached_prefix(self._asked_keys)
+
+    def _max_prefix(self, sequence: Sequence) -> int:
+        """The full blocks of all tokens when it is RESERVING, and else of all but the last, which is always
+        computed, because the next one is sampled from it. Of a SWAPPED one's only what the host has.
         """
         if not self.may_give(sequence):
-            return []
+            return 0
         must_compute = sequence.state is not SequenceState.RESERVING
-        num_blocks = (len(sequence.token_ids) - must_compute) // self._block_size
-        self._name_blocks(sequence, num_blocks)
-        return self._pool.cached_prefix(sequence.block_keys[:num_blocks])
+        num_tokens = len(sequence.token_ids) - must_compute
+        if sequence.state is SequenceState.SWAPPED:
+            num_tokens = min(num_tokens, sequence.num_computed)
+        return num_tokens // self._block_size
 
     def register(self, sequence: Sequence) -> None:
         """Offer the full blocks whose KV is complete to the cache. Idempotent."""

@@ -1,7 +1,8 @@
 """Which name does a full block's content have, so that equal prefixes can be found again?
 
 A block's hash covers its own tokens and, through its parent's hash, everything before them; the
-first block's parent is made from the cache salt. The hashes are the same on every worker and in
+first block's parent is made from the cache salt, in a way that no block's content can give the same
+hash. The hashes are the same on every worker and in
 every process, so that they may travel.
 """
 
@@ -17,6 +18,8 @@ BlockHash = NewType("BlockHash", bytes)
 
 MAX_TOKEN_ID = 2**32 - 1
 _DIGEST_BYTES = 16
+_OF_SALTS = b"cache salt"
+"""BLAKE2b's personalisation: without it, a salt that is made like a block's content would be that block."""
 
 
 class BlockKey(NamedTuple):
@@ -32,7 +35,7 @@ class BlockKey(NamedTuple):
 
 def root_hash(cache_salt: str) -> BlockHash:
     """The parent of a sequence's first block."""
-    return BlockHash(blake2b(cache_salt.encode(), digest_size=_DIGEST_BYTES).digest())
+    return BlockHash(blake2b(cache_salt.encode(), digest_size=_DIGEST_BYTES, person=_OF_SALTS).digest())
 
 
 def pack(token_ids: Items[int]) -> bytes:

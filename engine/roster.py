@@ -50,6 +50,8 @@ class Roster:
         self.num_held = 0
         self.num_unborn = 0
         """Choices that those with a seat carry: each will need one."""
+        self.num_changes = 0
+        """How often somebody came to its blocks, or left the collection of its state."""
 
     @property
     def num_running(self) -> int:
@@ -77,6 +79,7 @@ class Roster:
 
         The caller made sure that the pool has the blocks.
         """
+        self.num_changes += 1
         self.waiting.remove(sequence)
         self.tables.open(sequence, cached)
         sequence.num_registered_blocks = len(cached)
@@ -124,6 +127,7 @@ class Roster:
 
         The caller has taken it from its parent's list of unborn choices, and `num_unborn` down.
         """
+        self.num_changes += 1
         child.num_computed = num_computed
         self.tables.open(child, parent.block_table[: self._config.blocks_for(num_computed)])
         self.cache.take_over(child, parent)
@@ -177,6 +181,7 @@ class Roster:
 
     def _leave(self, sequence: Sequence) -> None:
         """Take the sequence out of the collection of its state."""
+        self.num_changes += 1
         match sequence.state:
             case SequenceState.WAITING | SequenceState.RESERVING | SequenceState.SWAPPED:
                 self.waiting.remove(sequence)
@@ -207,10 +212,13 @@ class Roster:
 
     def _note_admission(self, sequence: Sequence) -> None:
         self.counters.prompt_tokens_cached += sequence.num_computed
+        num_cached = min(sequence.num_computed, sequence.num_prompt_tokens)
         if sequence.was_admitted:
+            if not sequence.has_sampled:  # what was lost and is computed here after all was not given
+                sequence.num_cached = min(sequence.num_cached, num_cached)
             return
         sequence.was_admitted = True
-        sequence.num_cached = min(sequence.num_computed, sequence.num_prompt_tokens)
+        sequence.num_cached = num_cached
         if self.cache.may_give(sequence):
             self.counters.prefix_queries_tokens += len(sequence.token_ids)
             self.counters.prefix_hits_tokens += sequence.num_computed

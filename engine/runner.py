@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.device import wait_for
 from engine.host_kv_pool import HostKvPool
 from engine.kv_cache import KvCache
 from engine.model import DecoderModel, HiddenState
@@ -54,11 +55,14 @@ class ModelRunner:
         """Move blocks, write the KV of every slice's tokens, and sample and score where it is due."""
         with torch.inference_mode():
             self._move(plan)
-            if not plan.slices:
-                return StepResult(())
-            if self._decoding is not None and plan.num_decodes == len(plan.slices) <= MAX_SEQUENCES:
-                return self._decode(plan.slices, self._decoding)
-            return self._compute(plan.slices)
+            result = self._step(plan) if plan.slices else StepResult(())
+            wait_for(self._model.device)  # a step that samples nothing has not waited for its KV yet
+            return result
+
+    def _step(self, plan: StepPlan) -> StepResult:
+        if self._decoding is not None and plan.num_decodes == len(plan.slices) <= MAX_SEQUENCES:
+            return self._decode(plan.slices, self._decoding)
+        return self._compute(plan.slices)
 
     def warm_up(self, num_tokens: int = 64) -> None:
         """Run a prefill and a decode into the null block, so that the first request finds all warm."""

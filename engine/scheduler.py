@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from engine.admission import Admission
 from engine.config import SchedulerConfig
-from engine.messages import Event
+from engine.messages import BlocksAllocated
 from engine.plan import Slice, StepPlan
 from engine.policy import choose_victim
 from engine.roster import Roster
@@ -24,17 +24,18 @@ from engine.sequence import Sequence
 class Scheduler:
     """Plans steps over a roster. Reads no clock and knows no tokens' meaning."""
 
-    def __init__(self, config: SchedulerConfig, roster: Roster) -> None:
+    def __init__(self, config: SchedulerConfig, roster: Roster, admission: Admission | None = None) -> None:
+        """`admission` stands in for the one that is made from `config`."""
         self._config = config
         self._roster = roster
         self._tables = roster.tables
-        self._admission = Admission(config, roster)
+        self._admission = admission or Admission(config, roster)
 
     def schedule(self) -> StepPlan:
         """Decide the next step; the tables cover all of it when this returns."""
         self._admission.look_at_watermarks()
         stalled = self._grow_decodes()
-        self._admission.make_way()
+        self._admission.look_at_first()
         chunks = self._plan_chunks(self._prefill_budget())
         chunks += self._admission.admit(self._prefill_budget() - sum(chunk.num_tokens for chunk in chunks))
         # Only now: making room for a chunk may have preempted a decode, and one may be back from the host.
@@ -47,7 +48,7 @@ class Scheduler:
         """Give blocks to reserved sequences between steps, as far as it is their turn."""
         self._admission.admit(budget=0)
 
-    def take_allocations(self) -> list[Event]:
+    def take_allocations(self) -> list[BlocksAllocated]:
         """Return the allocations since the last call; they come before all else about their sequences."""
         return self._admission.take_allocations()
 
@@ -71,9 +72,7 @@ class Scheduler:
         return plan
 
     def _prefill_budget(self) -> int:
-        budget = self._config.max_num_batched_tokens - len(self._roster.decodes)
-        limit = self._config.max_num_prefill_tokens
-        return budget if limit is None else min(budget, limit)
+        return self._config.prefill_budget(len(self._roster.decodes))
 
     def _grow_decodes(self) -> set[Sequence]:
         """Give every decode a block of its own for its next token; returns those that must sit out."""
@@ -102,13 +101,15 @@ class Scheduler:
     def _plan_chunks(self, budget: int) -> list[Slice]:
         prefills = self._roster.prefills
         chunks: list[Slice] = []
-        for sequence in sorted(prefills, key=self._roster.policy.key):
+        in_order = sorted(prefills, key=self._roster.policy.key)
+        for sequence in in_order:
             if budget <= 0:
                 break
             if sequence not in prefills:
                 continue  # preempted by one before it
-            num_tokens = min(sequence.num_pending, self._admission.chunk_size(sequence, budget))
-            num_tokens = self._make_room(sequence, num_tokens)
+            is_followed = sequence is not in_order[-1]
+            num_tokens = self._admission.chunk_size(sequence, budget, is_followed=is_followed)
+            num_tokens = self._make_room(sequence, min(sequence.num_pending, num_tokens))
             if num_tokens:
                 chunks.append(Slice(sequence, num_tokens))
                 budget -= num_tokens

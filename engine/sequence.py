@@ -20,6 +20,7 @@ import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from engine.bad_words import NO_BAD_WORDS, BadWords
 from engine.prefix_hash import BlockKey
 from protocol.generation import SamplingParams
 from protocol.ids import BlockId, HostBlockId, SequenceId
@@ -55,8 +56,10 @@ class Sequence:
     num_computed: int = 0
     """Tokens whose KV is in `block_table`."""
     num_cached: int = 0
-    """Tokens of the prompt that the prefix cache gave at the first admission."""
+    """Tokens of the prompt that the prefix cache gave, and that were not computed here after all."""
     block_table: list[BlockId] = field(default_factory=list)
+    num_given_tokens: int = 0
+    """How many of `token_ids` were sampled elsewhere, or are the prompt."""
     arrival_index: int = 0
     """Counts up over the engine's life; no two sequences share one."""
     length_limit: int = sys.maxsize
@@ -66,7 +69,7 @@ class Sequence:
     stop_token_ids: frozenset[int] = frozenset()
     """Every token that ends the sequence, the model's end-of-sequence tokens among them."""
     was_admitted: bool = False
-    """It had blocks before: `num_cached` is settled."""
+    """It had blocks before."""
     block_keys: list[BlockKey] = field(default_factory=list)
     """Names of the first full blocks, as far as they were needed."""
     num_registered_blocks: int = 0
@@ -85,10 +88,21 @@ class Sequence:
     """The cache was invalidated under its blocks: until it starts over it neither gives nor takes there."""
     num_scored: int = 0
     """Prompt positions whose following token's log-probability was told or is not wanted."""
+    bad_words: BadWords = NO_BAD_WORDS
+    """Those of `sampling`, which the choices of a request have in common."""
+
+    def __post_init__(self) -> None:
+        if self.sampling.bad_words and self.bad_words is NO_BAD_WORDS:
+            self.bad_words = BadWords(self.sampling.bad_words)
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def has_sampled(self) -> bool:
+        """Tokens were sampled here."""
+        return len(self.token_ids) > self.num_given_tokens
 
     @property
     def num_pending(self) -> int:

@@ -113,6 +113,7 @@ class EngineThread:
 
     def _tell(self, events: list[Event]) -> None:
         if events:
+            self._stats = self._core.stats()  # whoever hears of blocks finds them counted
             self._on_events(events)
 
     def _end_stopped(self) -> None:
@@ -127,7 +128,8 @@ class EngineThread:
         self._fault = self._end = fault
         logger.error("%s ends with a fault", self._thread.name, exc_info=error)
         failures: list[Event] = [SequenceFailed(seq_id, fault) for seq_id in self._core.live_sequence_ids]
-        self._tell(self._core.untold_events + failures + self._refuse_rest(fault))
+        if events := self._core.untold_events + failures + self._refuse_rest(fault):
+            self._on_events(events)
 
     def _refuse_rest(self, error: SplitserveError) -> list[Event]:
         """Answer the new sequences that nobody will look at any more."""

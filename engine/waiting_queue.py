@@ -27,6 +27,11 @@ class WaitingQueue:
     def first(self) -> Sequence | None:
         return self._entries[0][1] if self._entries else None
 
+    @property
+    def last_untouched(self) -> Sequence | None:
+        """The last one that is to be computed here and has got nothing yet: no blocks, nor any token."""
+        return next((sequence for _, sequence in reversed(self._entries) if _is_untouched(sequence)), None)
+
     def sequences(self) -> list[Sequence]:
         return [sequence for _, sequence in self._entries]
 
@@ -48,3 +53,8 @@ class WaitingQueue:
         else:
             self.num_waiting += sign
         self.num_waiting_tokens += sign * sequence.num_pending
+
+
+def _is_untouched(sequence: Sequence) -> bool:
+    is_new = sequence.state is SequenceState.WAITING and not sequence.was_admitted
+    return is_new and not sequence.num_output_tokens

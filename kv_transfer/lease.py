@@ -23,14 +23,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from protocol.errors import EngineFault
-from protocol.handoff import LeaseStatus, Verdict
+from protocol.handoff import NOT_HELD, LeaseStatus, Verdict
 from protocol.ids import TicketId
 from protocol.ports import Clock
 
 MAX_VERDICTS = 100_000
 """Far more than the tickets of any time span in which a reader still asks again; about 30 MB."""
-
-NOT_HELD = LeaseStatus(held=False, tokens_ready=0, lease_s=0.0)
 
 
 @dataclass(slots=True)

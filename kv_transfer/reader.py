@@ -52,10 +52,6 @@ class LayoutReader:
         self._staged: dict[BlockLayout, StagedReads] = {}
         self._staged_peers: dict[str, StagedReads] = {}
 
-    @property
-    def takes_checksums(self) -> bool:
-        return self._checksum is not None
-
     def connect(self, peer: TransportEndpoint, fingerprint: Fingerprint) -> None:
         check_compatible(self._fingerprint, fingerprint)
         if _is_alike(self._fingerprint, fingerprint):

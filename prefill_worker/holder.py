@@ -23,7 +23,7 @@ from prefill_worker.attendance import Attendance
 from prefill_worker.checksums import Checksum, Checksums
 from prefill_worker.metrics import PrefillMetrics
 from protocol.errors import InvalidRequest, LayoutMismatch
-from protocol.handoff import LeaseStatus, Ticket, Verdict
+from protocol.handoff import NOT_HELD, LeaseStatus, Released, Ticket, Verdict
 from protocol.ids import BlockId, RequestId, SequenceId, TicketId, WorkerIdentity
 from protocol.ports import Clock
 
@@ -35,17 +35,6 @@ MAX_RENEW_WAIT_S = 5.0
 ORPHAN_GRACE_S = 1.0
 """How long a complete prefill stays when its reader seems to have died: time for the router to notice the
 same, and to offer the ticket to another one."""
-
-_UNKNOWN = LeaseStatus(held=False, tokens_ready=0, lease_s=0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """The answer to a release."""
-
-    verdict: Verdict
-    checksums: tuple[int, ...] = ()
-    """One per block of the ticket, where asked for and VALID."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +122,7 @@ class Holder:
         """
         held = self._held.get(ticket_id)
         if held is None or incarnation != self._identity.incarnation:
-            return _UNKNOWN
+            return NOT_HELD
         with held.attendance.call(lambda: self._orphan(ticket_id)):
             if wait_s > 0 and self._knows_all(ticket_id, tokens_known):
                 self._leases.renew(ticket_id)

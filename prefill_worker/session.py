@@ -73,7 +73,7 @@ class Prefill:
     @property
     def num_tokens(self) -> int:
         """Tokens whose KV is handed out."""
-        return len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
+        return self.request.num_tokens
 
     def receipt(self, now_s: float, num_cached_tokens: int) -> Receipt:
         allocated_s = now_s if self.allocated_s is None else self.allocated_s

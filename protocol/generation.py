@@ -85,6 +85,16 @@ class GenerationRequest:
     """Number of the first choice. A choice that goes on by itself keeps its number, and
     `sampling.seed` is its own by then."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV is there before the next one is sampled."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def num_blocks(self, block_size: int) -> int:
+        """KV blocks to begin with: those of all tokens and the next one, of which each choice has a last
+        block of its own. Router and decode worker reckon credit by it."""
+        return self.num_tokens // block_size + self.n
+
 
 @dataclass(frozen=True, slots=True)
 class Token:

@@ -1,9 +1,11 @@
 """The KV hand-off's vocabulary: fingerprints, tickets, leases and verdicts.
 
 P: allocate -> ticket -> compute, chunk by chunk -> HELD under a lease --renew--> HELD
-                                                      |--release by the first reader--> VALID (blocks freed)
-                                                      \\--lapse-----------------------> EXPIRED (blocks freed)
-D: reserve -> fetch what is ready, until all is -> release(ticket) -> VALID: admit | EXPIRED, UNKNOWN: discard
+                                                    |--release by the first reader--> VALID (blocks freed)
+                                                    \\--lapse-----------------------> EXPIRED (blocks freed)
+D: reserve -> fetch what is ready, until complete -> release(ticket)
+                                                    |--VALID: admit
+                                                    \\--EXPIRED, UNKNOWN: discard
 """
 
 from __future__ import annotations
@@ -81,6 +83,18 @@ class LeaseStatus:
     """False: the lease lapsed or the ticket is unknown; whatever was read must be discarded."""
     tokens_ready: int
     lease_s: float
+
+
+NOT_HELD = LeaseStatus(held=False, tokens_ready=0, lease_s=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The answer to a release."""
+
+    verdict: Verdict
+    checksums: tuple[int, ...] = ()
+    """CRC-32 of the ticket's blocks, in order, where they were asked for and the verdict is VALID."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,10 +83,6 @@ class KvReader(Protocol):
     from the call of `fetch_tokens` to the read's terminal state.
     """
 
-    @property
-    def takes_checksums(self) -> bool:
-        """Whether reads have any."""
-
     def connect(self, peer: TransportEndpoint, fingerprint: Fingerprint) -> None:
         """Prepare reads from `peer`. Idempotent. Raises `LayoutMismatch` or `TransferFailed`."""
 

@@ -16,7 +16,7 @@ class TextRequest:
 
     generation: GenerationRequest
     stop: tuple[str, ...] = ()
-    """The text ends before the first of these strings; looked for once `min_tokens` are there."""
+    """The text ends before the first of these strings that ends behind `min_tokens`."""
     echo: str | None = None
     """The prompt's text, to be given before each output; None: it is not."""
     is_scoring: bool = False
@@ -160,7 +160,7 @@ class AnswerWriter:
 
     def _visible(self, text: str) -> str:
         self._num_characters += len(text)
-        return text if self._num_output_tokens <= self._min_tokens else self._matcher.push(text)
+        return self._matcher.push(text, may_end=self._num_output_tokens > self._min_tokens)
 
     def _piece(
         self, texts: list[str], tokens: list[AnswerToken], finish_reason: FinishReason | None

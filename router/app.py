@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from protocol.errors import InvalidRequest, SplitserveError
 from protocol.membership import WorkerRecord
 from router.answers import Piece, TextRequest
+from router.batch import answer_together
 from router.http import (
     LAST_EVENT,
     Envelope,
@@ -103,17 +104,16 @@ def _openai_routes(router: Router) -> APIRouter:
             fields, router.new_request_id(), timeout_of(request, router.settings.request_timeout_s)
         )
         options = _reply_options(router, "chatcmpl", text_request, fields, fields.num_logprobs)
-        return await _respond(router, request, text_request, fields, ChatReply(options, router.tokenizer))
+        return await _respond(router, request, [text_request], fields, ChatReply(options, router.tokenizer))
 
     @routes.post("/completions")
     async def completions(request: Request) -> Response:
         fields = await _read_fields(CompletionRequest, router, request)
-        text_request = await router.preparer.completion(
-            fields, router.new_request_id(), timeout_of(request, router.settings.request_timeout_s)
-        )
-        options = _reply_options(router, "cmpl", text_request, fields, fields.logprobs)
+        timeout_s = timeout_of(request, router.settings.request_timeout_s)
+        text_requests = await router.preparer.completions(fields, router.new_request_id, timeout_s)
+        options = _reply_options(router, "cmpl", text_requests[0], fields, fields.logprobs)
         return await _respond(
-            router, request, text_request, fields, CompletionReply(options, router.tokenizer)
+            router, request, text_requests, fields, CompletionReply(options, router.tokenizer)
         )
 
     @routes.get("/models")
@@ -226,10 +226,10 @@ def _reply_options(
 
 
 async def _respond(
-    router: Router, request: Request, text_request: TextRequest, fields: CommonFields, reply: Reply
+    router: Router, request: Request, text_requests: list[TextRequest], fields: CommonFields, reply: Reply
 ) -> Response:
-    """Answer, or abort the request everywhere when the client goes away."""
-    pieces = router.service.answer(text_request)
+    """Answer, or abort the requests everywhere when the client goes away."""
+    pieces = answer_together(text_requests, router.service.answer)
     if not fields.stream:
         whole = await until_disconnected(request.receive, _all(pieces))
         return JSONResponse(reply.whole(whole))

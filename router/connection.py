@@ -14,7 +14,7 @@ from protocol.membership import WorkerRecord
 from protocol.ports import Clock
 from protocol.wire import splitserve_pb2 as pb
 from protocol.wire.splitserve_pb2_grpc import DecodeWorkerStub, PrefillWorkerStub, WorkerAdminStub
-from rpc import WorkerSession, open_channel, rpc_errors
+from rpc import Dial, WorkerSession, open_channel, rpc_errors
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +71,14 @@ class GrpcConnection:
         cluster_token: str,
         clock: Clock,
         frame_timeout_s: float,
+        dial: Dial,
     ) -> None:
         self._record = record
         self._on_frame = on_frame
         self._on_broken = on_broken
         self._clock = clock
         self._frame_timeout_s = frame_timeout_s
-        self._channel = open_channel(record.address, cluster_token)
+        self._channel = dial(record.address, cluster_token)
         self._commands: deque[Command] = deque()
         self._has_commands = asyncio.Event()
         self._session: WorkerSession[Any, Any] | None = None
@@ -139,7 +140,9 @@ class GrpcConnection:
         await self._channel.close(None)
 
 
-def grpc_connect(cluster_token: str, clock: Clock, frame_timeout_s: float) -> Connect:
+def grpc_connect(
+    cluster_token: str, clock: Clock, frame_timeout_s: float, dial: Dial = open_channel
+) -> Connect:
     """A `Connect` for workers that speak gRPC and share `cluster_token`."""
 
     def connect(
@@ -154,6 +157,7 @@ def grpc_connect(cluster_token: str, clock: Clock, frame_timeout_s: float) -> Co
             cluster_token=cluster_token,
             clock=clock,
             frame_timeout_s=frame_timeout_s,
+            dial=dial,
         )
 
     return connect

@@ -10,14 +10,20 @@ was promised since (to legs whose ticket has not come yet, or whose submission i
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
-from collections.abc import Callable
+import math
+from bisect import insort
+from collections.abc import Callable, Set
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from protocol.errors import SplitserveError
 from protocol.handoff import Credit
+from protocol.ids import WorkerIdentity
 from protocol.ports import Clock
+
+MAX_OVERTAKEN = 64
+"""Callers that are looked past for one that could be served: trying them all takes time on every frame."""
 
 
 class Reservation:
@@ -110,63 +116,115 @@ Order = tuple[int, ...]
 """Smaller comes first; equal ones in the order of their arrival."""
 
 
-class CreditQueue:
-    """Those who wait for the credit of any decode worker. The first one is served first, or nobody.
+@dataclass(frozen=True, slots=True)
+class WaitsFor:
+    """None of these workers has credit for the caller yet: those behind it get nothing of theirs."""
 
-    So a request of many blocks is not overtaken for ever by small ones.
+    workers: Set[WorkerIdentity]
+
+
+Attempt = Callable[[Set[WorkerIdentity]], R | WaitsFor | None]
+"""Tries to get something of a worker that is not among the given ones: others wait for those already.
+
+None: nothing, and the caller waits for whatever worker there is. Must neither raise nor block.
+"""
+
+
+class CreditQueue:
+    """Those who wait for the credit of decode workers. A worker's goes to the first that can use it.
+
+    So a request of many blocks is not overtaken for ever by small ones, and one that only few workers
+    may take does not hold up others.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._waiting: list[tuple[Order, int, _Waiter]] = []
+        """Sorted."""
+        self._stranded: list[tuple[Order, int, _Waiter]] = []
+        """Those that can use none of the workers that there are: no credit helps them."""
         self._arrivals = itertools.count()
         self._closed_by: SplitserveError | None = None
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._stranded)
 
     async def reserve(
         self,
         order: Order,
-        attempt: Callable[[], R | None],
+        attempt: Attempt[R],
         timeout_s: float,
         on_waited: Callable[[float], None] = lambda seconds: None,
+        *,
+        patience_s: float = math.inf,
+        is_hopeful: Callable[[], bool] = lambda: True,
     ) -> R:
-        """What `attempt` returns as soon as it is this caller's turn and it returns anything.
+        """What `attempt` returns as soon as it is this caller's turn and it returns something.
 
-        `attempt` must neither raise nor block; it is tried again whenever credit may have become free.
-        `on_waited` gets the seconds of one that did not come through at once. Raises `TimeoutError`, and
-        what the queue was closed with.
+        It is tried again on `wake` and on `workers_changed`. `on_waited` gets the seconds of one that did
+        not come through at once. Raises `TimeoutError`, before its time when a look, one every
+        `patience_s`, shows that there is no hope, and what the queue was closed with.
         """
         if self._closed_by is not None:
             raise self._closed_by
         granted: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         entry = (order, next(self._arrivals), _Waiter(attempt, granted))
-        heapq.heappush(self._waiting, entry)
+        insort(self._waiting, entry)
         self.wake()
         if granted.done():
             return granted.result()
         since = self._clock()
         try:
-            async with asyncio.timeout(timeout_s):
-                return await granted
+            await self._wait(granted, since + timeout_s, patience_s, is_hopeful)
+            return granted.result()
         except BaseException:
             self._withdraw(entry)
             raise
         finally:
             on_waited(self._clock() - since)
 
+    async def _wait(
+        self,
+        granted: asyncio.Future[R],
+        give_up_s: float,
+        patience_s: float,
+        is_hopeful: Callable[[], bool],
+    ) -> None:
+        while not granted.done():
+            left_s = give_up_s - self._clock()
+            await asyncio.wait([granted], timeout=min(left_s, patience_s))
+            if not granted.done() and (left_s <= patience_s or not is_hopeful()):
+                raise TimeoutError
+
     def wake(self) -> None:
-        """Credit may have become free, or a worker usable. Cheap when nobody waits."""
-        while self._waiting and self._waiting[0][2].is_served():
-            heapq.heappop(self._waiting)
+        """Credit may have become free. Cheap when nobody waits."""
+        claimed: set[WorkerIdentity] = set()
+        num_overtaken = 0
+        while num_overtaken < min(len(self._waiting), MAX_OVERTAKEN):
+            waiter = self._waiting[num_overtaken][2]
+            if waiter.is_served(claimed):
+                del self._waiting[num_overtaken]
+            elif waiter.waits_for is None:
+                return
+            elif not waiter.waits_for.workers:
+                self._stranded.append(self._waiting.pop(num_overtaken))
+            else:
+                claimed |= waiter.waits_for.workers
+                num_overtaken += 1
+
+    def workers_changed(self) -> None:
+        """Others are usable now."""
+        stranded, self._stranded = self._stranded, []
+        self._waiting = sorted(self._waiting + stranded)
+        self.wake()
 
     def _withdraw(self, entry: tuple[Order, int, _Waiter]) -> None:
         """Leave the queue; what was granted at the same moment is given back."""
-        if entry in self._waiting:
+        if entry in self._stranded:
+            self._stranded.remove(entry)
+        elif entry in self._waiting:
             self._waiting.remove(entry)
-            heapq.heapify(self._waiting)
             self.wake()  # the one behind may be content with less
         else:
             entry[2].give_back()
@@ -178,29 +236,33 @@ class CreditQueue:
     def close(self, error: SplitserveError) -> None:
         """All that wait, and all that come, get `error`."""
         self._closed_by = error
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, self._stranded = self._waiting + self._stranded, [], []
         for _, _, waiter in waiting:
             waiter.fail(error)
 
     def assert_idle(self) -> None:
-        assert not self._waiting, f"{len(self._waiting)} still wait for credit"  # noqa: S101
+        assert not self.num_waiting, f"{self.num_waiting} still wait for credit"  # noqa: S101
 
 
 class _Waiter:
     """One caller of `reserve`. Its types are erased: a queue serves callers of any."""
 
-    def __init__(self, attempt: Callable[[], R | None], granted: asyncio.Future[R]) -> None:
-        self._attempt: Callable[[], Releasable | None] = attempt
+    def __init__(self, attempt: Attempt[R], granted: asyncio.Future[R]) -> None:
+        self.waits_for: WaitsFor | None = None
+        """As of the last try."""
+        self._attempt: Attempt[Releasable] = attempt
         self._granted: asyncio.Future[Releasable] = granted  # type: ignore[assignment]  # invariant
 
-    def is_served(self) -> bool:
+    def is_served(self, claimed: Set[WorkerIdentity]) -> bool:
         """Whether the caller is done with waiting, by this try at the latest."""
         if self._granted.done():  # its task is being cancelled, and has not run yet
             return True
-        found = self._attempt()
-        if found is not None:
-            self._granted.set_result(found)
-        return found is not None
+        found = self._attempt(claimed)
+        if found is None or isinstance(found, WaitsFor):
+            self.waits_for = found
+            return False
+        self._granted.set_result(found)
+        return True
 
     def fail(self, error: SplitserveError) -> None:
         if not self._granted.done():

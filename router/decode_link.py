@@ -15,7 +15,6 @@ from protocol.errors import SplitserveError
 from protocol.generation import GenerationRequest, Token, TokenDelta
 from protocol.handoff import Ticket
 from protocol.ids import RequestId
-from protocol.membership import Load
 from protocol.wire import splitserve_pb2 as pb
 from router.credit import CreditAccount, Reservation
 from router.prefill_link import lost
@@ -61,8 +60,8 @@ class DecodeLink:
         if self._streams.pop(request_id, None) is not None:
             self._send(pb.DecodeCommand(abort_request_id=request_id))
 
-    def on_frame(self, frame: pb.DecodeFrame) -> Load | None:
-        """Deliver a frame; returns the load it carries. Raises `ValueError` for a malformed one."""
+    def on_frame(self, frame: pb.DecodeFrame) -> None:
+        """Deliver a frame. Raises `ValueError` for a malformed one."""
         self._is_up = True
         for wire in frame.deltas:
             stream = self._streams.get(RequestId(wire.request_id))
@@ -76,7 +75,6 @@ class DecodeLink:
                 stream.fail(codec.failure_from_wire(failure))
         if frame.HasField("credit"):
             self._credit.granted(codec.credit_from_wire(frame.credit))
-        return codec.load_from_wire(frame.load) if frame.HasField("load") else None
 
     def on_broken(self, error: SplitserveError) -> None:
         """Fail all that wait. Idempotent."""

@@ -64,24 +64,35 @@ class StopMatcher:
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
         self._buffer = ""
+        self._num_passed = 0
+        """Characters of the buffer in which no match may end."""
         self.is_matched = False
         """A stop string was found; what is pushed after that is dropped."""
 
-    def push(self, text: str) -> str:
-        """The part of the text so far, and not given out yet, that is no stop string's beginning."""
+    def push(self, text: str, may_end: bool = True) -> str:
+        """The part of the text so far, and not given out yet, that is no stop string's beginning.
+
+        Without `may_end` no stop string may end in this text, but one may begin in it.
+        """
         if self.is_matched:
             return ""
         if not self._stop:
             return text
         self._buffer += text
-        found = [(at + len(stop), at) for stop in self._stop if (at := self._buffer.find(stop)) >= 0]
+        if not may_end:
+            self._num_passed = len(self._buffer)
+        found = [(at + len(stop), at) for stop in self._stop if (at := self._find(stop)) >= 0]
         if found:
             self.is_matched = True
             safe, self._buffer = self._buffer[: min(found)[1]], ""
             return safe
         keep = len(self._buffer) - self._num_held()
         safe, self._buffer = self._buffer[:keep], self._buffer[keep:]
+        self._num_passed = max(self._num_passed - keep, 0)
         return safe
+
+    def _find(self, stop: str) -> int:
+        return self._buffer.find(stop, max(self._num_passed - len(stop) + 1, 0))
 
     def flush(self) -> str:
         """The text held back, at the end of the output."""

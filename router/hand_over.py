@@ -13,11 +13,11 @@ from protocol.errors import SplitserveError, WorkerUnavailable
 from protocol.generation import GenerationRequest, Token, TokenDelta
 from protocol.handoff import Ticket
 from router.placement import Placement
-from router.ports import Prefilled, PrefillRun, TokenStream
+from router.ports import DecodeWorker, Prefilled, PrefillRun, PrefillWorker, TokenStream
 from router.run import Run
 from router.seat import Paired
 
-REOFFER_WAIT_S = 1.0
+REOFFER_WAIT_S = 0.7
 """For another reader. The owner of a finished prompt holds its blocks about so long without one."""
 
 
@@ -46,6 +46,11 @@ class HandOver:
         self._taken: asyncio.Task[TokenDelta] = asyncio.create_task(
             self._until_taken(), name=f"hand-over of {leg.request_id}"
         )
+
+    @property
+    def ends(self) -> tuple[PrefillWorker, DecodeWorker]:
+        """The owner, and the reader that has the ticket now or had it last."""
+        return self._owner, self._seat.worker
 
     async def prefilled(self, prefill: PrefillRun) -> Prefilled:
         """What the prefill comes to. Raises what is wrong with it, or with all its readers."""

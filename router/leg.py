@@ -18,7 +18,7 @@ from router.hand_over import HandOver
 from router.placement import Placement
 from router.ports import LegObserver, Prefilled, PrefillRun, PrefillWorker
 from router.run import Run
-from router.seat import Alone, Local, Paired, Place, num_tokens_of
+from router.seat import Alone, Local, Paired, Place
 
 
 class LegRunner:
@@ -29,23 +29,20 @@ class LegRunner:
         self._clock = clock
         self._observer = observer
 
-    async def run(self, run: Run, place: Place) -> AsyncGenerator[TokenDelta, None]:
-        """The leg's deltas. Gives back all that it holds, on every way out.
+    def run(self, run: Run, place: Place) -> AsyncGenerator[TokenDelta, None]:
+        """The leg's deltas, to be iterated over at once; gives back all that it holds, on every way out.
 
-        Raises what a worker raised; `run.current` is that worker then.
+        Iterating raises what a worker raised; `run.current` is that worker then.
         """
         if run.has_emitted:
             self._observer.resumed()
         match place:
             case Paired():
-                deltas = self._paired(run, place)
+                return self._paired(run, place)
             case Alone():
-                deltas = self._alone(run, place)
+                return self._alone(run, place)
             case Local():
-                deltas = self._local(run, place)
-        async with aclosing(deltas):
-            async for delta in deltas:
-                yield delta
+                return self._local(run, place)
 
     async def _paired(self, run: Run, place: Paired) -> AsyncGenerator[TokenDelta, None]:
         leg = run.leg()
@@ -65,6 +62,7 @@ class LegRunner:
         """From the first tokens on. The reader hears of them before a slow client has taken them."""
         since = self._clock()
         _note_scores(run, done)
+        run.settle_on(*hand_over.ends)
         if done.open_choices:
             run.abort_choice = hand_over.drop
             hand_over.begin(done.open_choices)
@@ -87,6 +85,7 @@ class LegRunner:
         if done.open_choices:
             raise EngineFault("a prefill worker went beyond max_tokens")
         _note_scores(run, done)
+        run.settle_on(place.owner)
         for first in done.firsts:
             yield first
 
@@ -96,7 +95,9 @@ class LegRunner:
         with place.seat, closing(place.seat.submit(run.leg(), None)) as stream:
             run.abort_choice = stream.drop
             while run.emitted:
-                yield await run.deadline.bound(stream.next())
+                delta = await run.deadline.bound(stream.next())
+                run.settle_on(place.seat.worker)
+                yield delta
 
 
 def _note_scores(run: Run, done: Prefilled) -> None:
@@ -116,9 +117,8 @@ def _prefilling(run: Run, owner: PrefillWorker, leg: GenerationRequest) -> Itera
 @contextmanager
 def _assigned(worker: PrefillWorker, leg: GenerationRequest) -> Iterator[None]:
     """Count the leg's tokens as outstanding at the worker during the body."""
-    num_tokens = num_tokens_of(leg)
-    worker.assign(num_tokens)
+    worker.assign(leg.num_tokens)
     try:
         yield
     finally:
-        worker.unassign(num_tokens)
+        worker.unassign(leg.num_tokens)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
+from protocol import codec
 from protocol.errors import EngineFault, SplitserveError
 from protocol.handoff import Fingerprint
 from protocol.ids import WorkerIdentity
@@ -73,16 +74,16 @@ class Member(Generic[LinkT]):
         self.outstanding_tokens -= num_tokens
 
     def _on_frame(self, frame: Any) -> None:
-        was_up = self.client.is_up
+        was_up, before = self.client.is_up, self.load
+        if frame.HasField("load"):  # before the frame's credit wakes those who ask for it
+            self.load = codec.load_from_wire(frame.load)
         try:
-            load = self.client.on_frame(frame)
+            self.client.on_frame(frame)
         except ValueError as error:
             # This gives the stream up, so that the worker learns that nobody waits for the rest.
             raise EngineFault(f"{self.identity} sent a frame that makes no sense: {error}") from error
-        if _advances(frame, self.load, load):
+        if _advances(frame, before, self.load):
             self.advanced_at = self._clock()
-        if load is not None:
-            self.load = load
         if not was_up:
             self._on_change()
 
@@ -92,11 +93,12 @@ class Member(Generic[LinkT]):
         self._on_change()
 
 
-def _advances(frame: Any, before: Load, load: Load | None) -> bool:
+def _advances(frame: Any, before: Load, load: Load) -> bool:
     """Whether a frame shows work that gets on: tokens, or what other routers' tokens do to the load."""
-    if frame.tickets or frame.done if isinstance(frame, pb.PrefillFrame) else frame.deltas:
+    is_prefill = isinstance(frame, pb.PrefillFrame)
+    if (is_prefill and (frame.tickets or frame.done)) or (not is_prefill and frame.deltas):
         return True
-    if load is None or not (before.num_running and load.num_running):
+    if not (before.num_running and load.num_running):
         return False
     return load.num_waiting_tokens < before.num_waiting_tokens or load.blocks_free < before.blocks_free
 

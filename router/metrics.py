@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from protocol.errors import SplitserveError
+from protocol.generation import Receipt
 from protocol.ports import Clock
 from router.answers import Piece
 from router.ports import LocalReason
@@ -34,7 +35,12 @@ class RouterMetrics:
             "request_time_per_output_token_seconds", "A choice's mean time per later token", _PER_TOKEN
         )
         self.e2e_s = histogram("e2e_request_latency_seconds", "From arrival to the last token", _LONG)
-        self.queue_s = histogram("request_queue_time_seconds", "Wait for a place in flight", _QUEUE)
+        self.queue_s = histogram(
+            "request_queue_time_seconds", "Waits for a place in flight and for both engines", _QUEUE
+        )
+        self.router_queue_s = histogram(
+            "request_router_queue_time_seconds", "Wait for a place in flight", _QUEUE
+        )
         self.successes = counter("request_success", "Requests that ended well", "finished_reason")
         self.failures = counter("request_failure", "Requests that ended with an error", "error")
         self.retries = counter("request_retries", "Further legs after a failure at a worker", "error")
@@ -107,9 +113,16 @@ class RequestTimer:
         self._arrived = clock()
         self._choices: dict[int, _ChoiceTimes] = {}
         self._has_ended = False
+        self._router_queue_s = self._prefill_queue_s = self._decode_queue_s = 0.0
 
     def admitted(self) -> None:
-        self._metrics.queue_s.observe(self._clock() - self._arrived)
+        self._router_queue_s = self._clock() - self._arrived
+        self._metrics.router_queue_s.observe(self._router_queue_s)
+
+    def waited(self, receipt: Receipt) -> None:
+        """What a worker says about the wait until the request had blocks; of several legs the longest."""
+        self._prefill_queue_s = max(self._prefill_queue_s, receipt.prefill_queue_s)
+        self._decode_queue_s = max(self._decode_queue_s, receipt.decode_queue_s)
 
     def tokens(self, num_tokens: int, index: int = 0) -> None:
         """So many tokens of a choice have come now."""
@@ -134,6 +147,7 @@ class RequestTimer:
         self._metrics.prompt_tokens.inc(last.usage.num_prompt_tokens)
         self._metrics.cached_tokens.inc(last.usage.num_cached_tokens)
         self._metrics.e2e_s.observe(self._clock() - self._arrived)
+        self._metrics.queue_s.observe(self._router_queue_s + self._prefill_queue_s + self._decode_queue_s)
         for choice in self._choices.values():
             if choice.num_tokens > 1:
                 self._metrics.tpot_s.observe((choice.last_s - choice.first_s) / (choice.num_tokens - 1))

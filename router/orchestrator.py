@@ -95,7 +95,11 @@ class Orchestrator:
         """Until all choices have ended."""
         while run.emitted:
             is_parted = run.has_emitted and run.request.n > 1
-            deltas = self._apart(run) if is_parted else await self._next_leg(run)
+            deltas = (
+                self._apart(run)
+                if is_parted
+                else self._leg_runner.run(run, await self._placement.find(run))
+            )
             try:
                 async with aclosing(deltas):
                     async for delta in deltas:
@@ -110,10 +114,6 @@ class Orchestrator:
                 await self._prepare_retry(run, error)
             finally:
                 run.abort_choice = None
-
-    async def _next_leg(self, run: Run) -> AsyncGenerator[TokenDelta, None]:
-        """To be iterated over at once: it holds a place."""
-        return self._leg_runner.run(run, await self._placement.find(run))
 
     def _note(self, run: Run, delta: TokenDelta) -> None:
         run.note(delta)

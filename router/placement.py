@@ -1,22 +1,22 @@
 """Which workers does a leg get? Waits until there are some, and until one of them has credit.
 
 A decode worker's credit comes first: no prompt is computed whose KV nobody could take over. Every wait
-is bounded by the request's deadline and by `worker_wait_s`.
+is bounded by the request's deadline; that for workers which are not there at all by `worker_wait_s`, too.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from typing import TypeVar
 
-from protocol.errors import Overloaded, SplitserveError, WorkerUnavailable
+from protocol.errors import SplitserveError, WorkerUnavailable
 from protocol.generation import GenerationRequest
-from protocol.handoff import Fingerprint
-from protocol.ids import Role
+from protocol.ids import Role, WorkerIdentity
 from protocol.ports import Clock
-from router.credit import Order
+from router.credit import Order, WaitsFor
 from router.deadline import deadline_exceeded
+from router.kinds import of_contents, paired_with
 from router.policy import RoutingPolicy
 from router.ports import (
     DecodeWorker,
@@ -32,8 +32,6 @@ from router.seat import Alone, Local, Paired, Place, Seat, can_seat
 from router.settings import RouterSettings
 
 W = TypeVar("W", bound=Worker)
-
-Kind = tuple[str, str, str, int]
 
 
 class Placement:
@@ -56,22 +54,33 @@ class Placement:
     async def find(self, run: Run) -> Place:
         """A place for the request's next leg. Whoever asked releases the seat.
 
-        Raises `WorkerUnavailable`, `Overloaded` when no decode worker has credit in time, and
-        `DeadlineExceeded`.
+        Raises `WorkerUnavailable` and `DeadlineExceeded`.
         """
         leg = run.leg()
         while True:
             reason = await self._reason_to_do_without(run, leg)
             if reason is None and _is_last_token(leg):
-                return Alone(self._owner(run))
-            seat = await self._first_seat(run, leg, has_owner=reason is None)
-            if reason is None and self._is_short(run, leg, seat.worker):
-                reason = LocalReason.SHORT
-            if reason is not None:
-                return Local(seat, reason)
-            if self._workers.prefill_workers():
-                return Paired(self._owner(run, seat.worker), seat)
-            seat.release()  # they have gone while credit was waited for
+                return Alone(self._owner(run, self._owners(run)))
+            seat = await self._first_seat(run, leg, may_be_alone=reason is not None)
+            place = self._place(run, leg, seat, reason)
+            if place is not None:
+                self._note_prefix(leg, seat.worker)
+                return place
+            seat.release()
+
+    def _place(
+        self, run: Run, leg: GenerationRequest, seat: Seat, reason: LocalReason | None
+    ) -> Place | None:
+        """What the seat is good for now; None: its owners have gone while credit was waited for."""
+        if reason is None and self._is_short(run, leg, seat.worker):
+            reason = LocalReason.SHORT
+        if reason is not None:
+            return Local(seat, reason)
+        if owners := paired_with(self._owners(run), [seat.worker]):
+            return Paired(self._owner(run, owners), seat)
+        if self._workers.prefill_workers() and self._may_fall_back(run, leg):
+            return Local(seat, LocalReason.NO_PAIR)
+        return None
 
     async def other_seat(
         self, run: Run, leg: GenerationRequest, owner: PrefillWorker, limit_s: float
@@ -81,9 +90,10 @@ class Placement:
         Raises `TimeoutError`.
         """
 
-        def attempt() -> Seat | None:
-            fresh = [w for w in self._workers.decode_workers() if w.identity not in run.failed]
-            return self._seat(leg, _alike(fresh, {kind_of(owner.fingerprint)}))
+        def attempt(claimed: Set[WorkerIdentity]) -> Seat | WaitsFor | None:
+            alike = paired_with(self._readers(run), [owner])
+            others = [worker for worker in alike if worker.identity not in run.failed]
+            return self._seat(run, leg, others, claimed)
 
         seat = await self._workers.credits.reserve(
             _order(leg, is_under_way=True),
@@ -94,51 +104,72 @@ class Placement:
         self._observer.reoffered()
         return seat
 
-    async def _first_seat(self, run: Run, leg: GenerationRequest, *, has_owner: bool) -> Seat:
-        def attempt() -> Seat | None:
-            workers = self._workers.decode_workers()
-            owners = self._workers.prefill_workers() if has_owner else ()
-            kinds = {kind_of(owner.fingerprint) for owner in owners}
-            return self._seat(leg, _fresh(_alike(workers, kinds), run))
+    async def _first_seat(self, run: Run, leg: GenerationRequest, *, may_be_alone: bool) -> Seat:
+        """`may_be_alone`: it is known already that the decode worker computes the prompt."""
 
-        if workers := self._workers.decode_workers():
-            run.current = self._policy.choose(Role.DECODE, workers).identity
-        give_up_s = min(self._settings.worker_wait_s, run.deadline.remaining_s)
+        def attempt(claimed: Set[WorkerIdentity]) -> Seat | WaitsFor | None:
+            readers = self._readers(run) if may_be_alone else self._useful_readers(run, leg)
+            return self._seat(run, leg, readers, claimed)
+
+        if readers := self._readers(run):
+            run.current = self._policy.choose(Role.DECODE, readers).identity
         try:
             return await self._workers.credits.reserve(
                 _order(leg, is_under_way=run.has_emitted),
                 attempt,
-                give_up_s,
+                run.deadline.remaining_s,
                 self._observer.waited_for_credit,
+                patience_s=self._settings.worker_wait_s,
+                is_hopeful=lambda: bool(self._useful_readers(run, leg)),
             )
         except TimeoutError as error:
-            raise self._why_no_seat(run) from error
+            raise self._why_no_seat(run, leg, may_be_alone=may_be_alone) from error
 
-    def _why_no_seat(self, run: Run) -> SplitserveError:
-        if not run.deadline.remaining_s:
-            return deadline_exceeded()
-        if not num_usable(self._workers, Role.DECODE):
-            return self._nobody(Role.DECODE)
-        return Overloaded(
-            "no decode worker has room for the request",
-            code="rate_limit_exceeded",
-            retry_after_s=self._settings.retry_after_s,
-        )
+    def _useful_readers(self, run: Run, leg: GenerationRequest) -> list[DecodeWorker]:
+        """Those that an owner may compute the prompt for; else all, if they may compute it themselves."""
+        readers = self._readers(run)
+        if not self._workers.prefill_workers():
+            return readers  # for how long is not a question of credit: see `find`
+        paired = paired_with(readers, self._owners(run))
+        return paired if paired or not self._may_fall_back(run, leg) else readers
 
-    def _seat(self, leg: GenerationRequest, workers: Sequence[DecodeWorker]) -> Seat | None:
-        able = [worker for worker in workers if can_seat(worker, leg)]
-        return Seat(self._policy.choose(Role.DECODE, able), leg) if able else None
+    def _why_no_seat(self, run: Run, leg: GenerationRequest, *, may_be_alone: bool) -> SplitserveError:
+        if self._readers(run) and not (may_be_alone or self._useful_readers(run, leg)):
+            return self._unavailable("no prefill worker's KV is of use to a decode worker")
+        if not self._readers(run) and run.deadline.remaining_s:
+            return self._nobody(run, Role.DECODE)
+        return deadline_exceeded()
 
-    def _owner(self, run: Run, reader: DecodeWorker | None = None) -> PrefillWorker:
-        """A prefill worker, of the reader's own kind if there is one: versions mix in a rolling update."""
-        workers = self._workers.prefill_workers()
-        kinds = {kind_of(reader.fingerprint)} if reader else set()
-        return self._policy.choose(Role.PREFILL, _fresh(_alike(workers, kinds), run))
+    def _seat(
+        self,
+        run: Run,
+        leg: GenerationRequest,
+        workers: Sequence[DecodeWorker],
+        claimed: Set[WorkerIdentity],
+    ) -> Seat | WaitsFor | None:
+        free = (worker for worker in workers if worker.identity not in claimed)
+        able = [worker for worker in free if can_seat(worker, leg)]
+        if able:
+            return Seat(self._policy.choose(Role.DECODE, _fresh(able, run)), leg)
+        waits_for_all = len(workers) == num_usable(self._workers, Role.DECODE)
+        return None if waits_for_all else WaitsFor({worker.identity for worker in workers})
 
-    def _nobody(self, role: Role) -> WorkerUnavailable:
-        return WorkerUnavailable(
-            f"no {role.value} worker can take requests now", retry_after_s=self._settings.retry_after_s
-        )
+    def _readers(self, run: Run) -> list[DecodeWorker]:
+        return of_contents(self._workers.decode_workers(), run.contents)
+
+    def _owners(self, run: Run) -> list[PrefillWorker]:
+        return of_contents(self._workers.prefill_workers(), run.contents)
+
+    def _owner(self, run: Run, owners: Sequence[PrefillWorker]) -> PrefillWorker:
+        return self._policy.choose(Role.PREFILL, _fresh(owners, run))
+
+    def _nobody(self, run: Run, role: Role) -> WorkerUnavailable:
+        if num_usable(self._workers, role):
+            return self._unavailable(f"no {role.value} worker runs the model that the request began on")
+        return self._unavailable(f"no {role.value} worker can take requests now")
+
+    def _unavailable(self, why: str) -> WorkerUnavailable:
+        return WorkerUnavailable(why, retry_after_s=self._settings.retry_after_s)
 
     async def _reason_to_do_without(self, run: Run, leg: GenerationRequest) -> LocalReason | None:
         """Wait until there is a prefill worker, or a reason to do without one."""
@@ -146,15 +177,20 @@ class Placement:
         if may_fall_back and self._all_have_failed(run):
             return LocalReason.PREFILL_FAILED
         give_up_s = self._clock() + self._settings.worker_wait_s
-        while (absent_since := self._workers.prefill_absent_since) is not None:
+        while not self._owners(run):
+            absent_since = self._workers.prefill_absent_since
+            if absent_since is None and may_fall_back:
+                return LocalReason.NO_PAIR  # those that are there are of another version
             now = self._clock()
-            until = absent_since + self._settings.prefill_grace_s if may_fall_back else give_up_s
+            until = give_up_s
+            if absent_since is not None and may_fall_back:
+                until = absent_since + self._settings.prefill_grace_s
             if now >= run.deadline.at:
                 raise deadline_exceeded()
             if now >= until:
                 if may_fall_back:
                     return LocalReason.NO_PREFILL_WORKER
-                raise self._nobody(Role.PREFILL)
+                raise self._nobody(run, Role.PREFILL)
             await self._change_within(min(until - now, run.deadline.remaining_s))
         return None
 
@@ -170,7 +206,7 @@ class Placement:
         return self._settings.local_prefill_on_failure and _may_be_local(run, leg)
 
     def _all_have_failed(self, run: Run) -> bool:
-        owners = {worker.identity for worker in self._workers.prefill_workers()}
+        owners = {worker.identity for worker in self._owners(run)}
         return bool(run.failed_owners) and owners <= run.failed_owners
 
     def _is_short(self, run: Run, leg: GenerationRequest, reader: DecodeWorker) -> bool:
@@ -179,19 +215,13 @@ class Placement:
         if not limit or not _may_be_local(run, leg):
             return False
         token_ids = leg.prompt_token_ids + leg.output_token_ids
-        num_known = reader.prefixes.num_known_tokens(token_ids, leg.cache_salt)
-        reader.prefixes.note(token_ids, leg.cache_salt, reader.load.blocks_total)
-        return len(token_ids) - num_known <= limit
+        return len(token_ids) - reader.prefixes.num_known_tokens(token_ids, leg.cache_salt) <= limit
 
-
-def kind_of(fingerprint: Fingerprint) -> Kind:
-    """What must be alike for the KV of one worker to be of use to another."""
-    return fingerprint.model, fingerprint.revision, fingerprint.dtype, fingerprint.wire_version
-
-
-def _alike(workers: Sequence[W], kinds: Collection[Kind]) -> Sequence[W]:
-    """Those of one of the kinds; all of them where there are none: their answer says what is wrong."""
-    return [worker for worker in workers if kind_of(worker.fingerprint) in kinds] or workers
+    def _note_prefix(self, leg: GenerationRequest, reader: DecodeWorker) -> None:
+        """The reader is going to have it cached, however it comes by it."""
+        if self._settings.local_prefill_tokens:  # else nobody asks
+            token_ids = leg.prompt_token_ids + leg.output_token_ids
+            reader.prefixes.note(token_ids, leg.cache_salt, reader.load.blocks_total)
 
 
 def _fresh(workers: Sequence[W], run: Run) -> Sequence[W]:

@@ -1,7 +1,7 @@
 """The seams between the router's logic and the workers: small protocols.
 
-The real implementations are in `links` (requests and frames) and `workers` (who is there); the fakes
-that ship are in `scripted`. Everything here is used by the event loop's thread only.
+The real implementations are in `prefill_link` and `decode_link` (requests and frames) and `workers` (who
+is there); the fakes that ship are in `scripted`. Everything here is used by the event loop's thread only.
 """
 
 from __future__ import annotations
@@ -197,6 +197,8 @@ class LocalReason(StrEnum):
     SHORT = "short"
     """What it does not have cached costs less than a hand-off."""
     NO_PREFILL_WORKER = "no_prefill_worker"
+    NO_PAIR = "no_pair"
+    """No prefill worker's KV is of use to any decode worker: versions mix in a rolling update."""
     PREFILL_FAILED = "prefill_failed"
     """Every prefill worker there is has let this request down."""
 

@@ -17,7 +17,6 @@ from protocol.errors import EngineFault, SplitserveError, WorkerUnavailable
 from protocol.generation import GenerationRequest
 from protocol.handoff import Ticket
 from protocol.ids import RequestId, TicketId
-from protocol.membership import Load
 from protocol.wire import splitserve_pb2 as pb
 from router.ports import Prefilled
 
@@ -55,8 +54,8 @@ class PrefillLink:
         if self._is_up:
             self._send(pb.PrefillCommand(release_ticket_id=ticket_id))
 
-    def on_frame(self, frame: pb.PrefillFrame) -> Load | None:
-        """Deliver a frame; returns the load it carries. Raises `ValueError` for a malformed one."""
+    def on_frame(self, frame: pb.PrefillFrame) -> None:
+        """Deliver a frame. Raises `ValueError` for a malformed one."""
         self._is_up = True
         for issued in frame.tickets:
             ticket = codec.ticket_from_wire(issued.ticket)
@@ -72,7 +71,6 @@ class PrefillLink:
         for failure in frame.failures:
             if (run := self._runs.pop(RequestId(failure.request_id), None)) is not None:
                 run.fail(codec.failure_from_wire(failure))
-        return codec.load_from_wire(frame.load) if frame.HasField("load") else None
 
     def on_broken(self, error: SplitserveError) -> None:
         """Fail all that wait. Idempotent."""

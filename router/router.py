@@ -27,6 +27,7 @@ from router.service import Service
 from router.settings import RouterSettings
 from router.tokenizer import Tokenizer
 from router.workers import WorkerSet
+from rpc import Dial, open_channel
 
 
 class Router:
@@ -44,9 +45,10 @@ class Router:
         clock: Clock = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         policy: RoutingPolicy | None = None,
+        dial: Dial = open_channel,
         connect: Connect | None = None,
     ) -> None:
-        """`connect` replaces gRPC, for tests. Does no I/O."""
+        """`dial` opens the channels to workers; `connect` replaces gRPC, for tests. Does no I/O."""
         self.settings = settings
         self.tokenizer = tokenizer
         self.served_model_name = served_model_name
@@ -56,7 +58,7 @@ class Router:
         self.wall_clock = wall_clock
         self.workers = WorkerSet(
             directory,
-            connect or grpc_connect(cluster_token, clock, settings.frame_timeout_s),
+            connect or grpc_connect(cluster_token, clock, settings.frame_timeout_s, dial),
             settings,
             clock,
         )

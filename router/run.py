@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 
-from protocol.errors import Overloaded, SplitserveError, TransferFailed, TransferTimeout
+from protocol.errors import LeaseExpired, Overloaded, SplitserveError, TransferError
 from protocol.generation import GenerationRequest, SamplingParams, Token, TokenDelta, choice_seed
 from protocol.ids import RequestId, WorkerIdentity
 from router.deadline import Deadline
+from router.kinds import Content, content_of
+from router.ports import Worker
 
 
 @dataclass(slots=True)
@@ -22,6 +24,8 @@ class Run:
     emitted: dict[int, list[int]]
     """Token ids that the client has, by choice; those that have ended or were dropped are gone."""
     has_emitted: bool = False
+    contents: frozenset[Content] = frozenset()
+    """Of the workers of the first leg that came to tokens or scores: only their like may go on."""
     needs_handoff: bool = False
     """It is to prove that a hand-off works: no decode worker may compute the prompt instead."""
     num_failures: int = 0
@@ -69,9 +73,9 @@ class Run:
         if self.current is not None:
             self.failed.add(self.current)
         is_owner = self.owner is not None and self.current == self.owner
-        if isinstance(error, TransferFailed | TransferTimeout) or (
-            is_owner and not isinstance(error, Overloaded)
-        ):
+        if isinstance(error, LeaseExpired) and self.owner is not None and self.owner not in self.failed:
+            self.failed.add(self.owner)  # no more than that yet: a reader may have died with the ticket
+        elif isinstance(error, TransferError) or (is_owner and not isinstance(error, Overloaded)):
             self._blame_owner()
 
     def _blame_owner(self) -> None:
@@ -83,6 +87,10 @@ class Run:
         sampling = self.request.sampling
         is_scored = self.has_emitted and sampling.prompt_logprobs is not None
         return replace(sampling, prompt_logprobs=None) if is_scored else sampling
+
+    def settle_on(self, *workers: Worker) -> None:
+        """They come to tokens or scores now. Only the first leg's count: later ones are their like."""
+        self.contents = self.contents or frozenset(content_of(worker.fingerprint) for worker in workers)
 
     def note(self, delta: TokenDelta) -> None:
         """The client gets this delta now."""

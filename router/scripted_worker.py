@@ -1,7 +1,8 @@
 """A fake worker that follows a script, and can be paused, killed, or made to fail at any point.
 
 prefill: submit ─> ticket (unless `is_full`) ─> first tokens, HELD ─> taken by a reader, or released
-decode:  submit ─> begin ─> takes the ticket from its owner ─> tokens;  without a ticket: tokens at once
+decode:  submit ─> begin ─> (unless `is_reading`) takes the ticket from its owner ─> tokens
+         submit without a ticket ─> tokens
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class ScriptedWorker:
         """Tokens that this worker still gives out before it falls silent; None: no limit."""
         self.is_full = False
         """A prefill worker gives out no ticket."""
+        self.is_reading = False
+        """A decode worker is not done with reading what its tickets name."""
         self.pool_blocks = 1 << 20
         """What a decode worker grants credit of: those that are not taken by its requests."""
         self._resumed = asyncio.Event()
@@ -122,7 +125,7 @@ class ScriptedWorker:
     def resume(self) -> None:
         """End a pause for good."""
         self.num_until_pause = None
-        self.is_full = False
+        self.is_full = self.is_reading = False
         self._resumed.set()
 
     def attach(self, stream: ScriptedStream) -> None:
@@ -173,7 +176,7 @@ class ScriptedWorker:
         begun: asyncio.Future[dict[int, int]] = asyncio.get_running_loop().create_future()
         self._begun[request.request_id] = begun
         work = self._prefill(request) if self.is_prefill else self._decode(request, submit, begun)
-        self._blocks[request.request_id] = self._num_blocks(request)
+        self._blocks[request.request_id] = request.num_blocks(self.record.fingerprint.block_size)
         self._running[request.request_id] = asyncio.create_task(work)
 
     def _begin(self, begin: Any) -> None:
@@ -181,10 +184,6 @@ class ScriptedWorker:
         begun = self._begun.get(RequestId(begin.request_id))
         if begun is not None:
             begun.set_result({first.index: first.token.token_id for first in begin.first_tokens})
-
-    def _num_blocks(self, request: GenerationRequest) -> int:
-        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        return num_tokens // self.record.fingerprint.block_size + request.n
 
     def _ended(self, request_id: RequestId) -> asyncio.Task[None] | None:
         self._blocks.pop(request_id, None)
@@ -227,13 +226,12 @@ class ScriptedWorker:
         self._reply(pb.PrefillFrame(done=[done]))
 
     def _ticket(self, request: GenerationRequest) -> Ticket:
-        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         return Ticket(
             TicketId(f"ticket-{request.request_id}-{self.identity}"),
             self.identity,
             self.record.address,
             (BlockId(1),),
-            num_tokens,
+            request.num_tokens,
             0,
             lease_s=10.0,
         )
@@ -246,6 +244,8 @@ class ScriptedWorker:
         receipt = self.receipt
         if submit.HasField("ticket"):
             firsts = await begun
+            while self.is_reading:
+                await self._resumed.wait()
             error = self._take_from_owner(submit.ticket)
             if error is not None:
                 self._fail(request.request_id, error)

@@ -18,8 +18,8 @@ class Seat:
     def __init__(self, worker: DecodeWorker, leg: GenerationRequest) -> None:
         """`can_seat` has said that there is credit."""
         self.worker = worker
-        self._reservation = worker.client.credit.reserve(_num_blocks(leg, worker))
-        self._num_tokens = num_tokens_of(leg)
+        self._reservation = worker.client.credit.reserve(leg.num_blocks(worker.fingerprint.block_size))
+        self._num_tokens = leg.num_tokens
         self._is_taken = True
         worker.assign(self._num_tokens)
 
@@ -68,16 +68,9 @@ Place = Local | Paired | Alone
 
 
 def can_seat(worker: DecodeWorker, leg: GenerationRequest) -> bool:
-    """Whether the worker has credit for the leg."""
+    """Whether the worker has credit for the leg, or is to refuse it: more than its pool it never has."""
     load = worker.load
     is_idle = not (load.num_running or load.num_waiting or load.num_held)
-    return worker.client.credit.covers(_num_blocks(leg, worker), is_idle=is_idle)
-
-
-def num_tokens_of(leg: GenerationRequest) -> int:
-    return len(leg.prompt_token_ids) + len(leg.output_token_ids)
-
-
-def _num_blocks(leg: GenerationRequest, worker: DecodeWorker) -> int:
-    """Blocks that the worker needs to begin with: every further choice has a last block of its own."""
-    return num_tokens_of(leg) // worker.fingerprint.block_size + leg.n
+    num_blocks = leg.num_blocks(worker.fingerprint.block_size)
+    never_fits = load.blocks_total and num_blocks > load.blocks_total
+    return never_fits or worker.client.credit.covers(num_blocks, is_idle=is_idle)

@@ -65,6 +65,7 @@ class Service:
                 async for delta in deltas:
                     if (prompt := answers.prompt(delta.index, deltas.prompt_logprobs)) is not None:
                         yield prompt
+                    timer.waited(delta.receipt)
                     piece = answers.push(delta)
                     timer.tokens(len(piece.tokens), piece.index)
                     if piece.finish_reason is not None:

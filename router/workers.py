@@ -99,7 +99,7 @@ class WorkerSet:
             self._prefill_absent_since = self._clock()
         self._changed.set()
         self._changed = asyncio.Event()
-        self.credits.wake()
+        self.credits.workers_changed()
 
     async def _follow(self) -> None:
         while True:

@@ -54,9 +54,11 @@ _ERROR_OF_CODE: dict[StatusCode, type[SplitserveError]] = {
     StatusCode.PERMISSION_DENIED: Unauthorized,
     StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     StatusCode.UNAVAILABLE: WorkerUnavailable,
-    # Without our metadata these two say that the connection, not the request, came to its end.
+    # Without our metadata these say that the connection, not the request, came to its end. INTERNAL is what
+    # gRPC itself says when a peer is killed just as it is written to.
     StatusCode.CANCELLED: WorkerUnavailable,
     StatusCode.DEADLINE_EXCEEDED: WorkerUnavailable,
+    StatusCode.INTERNAL: WorkerUnavailable,
     StatusCode.ABORTED: WorkerUnavailable,
     StatusCode.FAILED_PRECONDITION: LayoutMismatch,
     StatusCode.UNIMPLEMENTED: LayoutMismatch,

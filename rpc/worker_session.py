@@ -18,6 +18,7 @@ import grpc
 from protocol.errors import EngineFault, SplitserveError, WorkerUnavailable
 from protocol.ports import Clock
 from rpc.failures import error_from_rpc
+from rpc.watchdog import Watchdog
 
 CommandT = TypeVar("CommandT")
 FrameT = TypeVar("FrameT")
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
+SEND_LIMITS = 3
+"""Time limits of a frame that a command may take to leave: a peer that is heard may be slow to listen."""
 
 
 class WorkerSession(Generic[CommandT, FrameT]):
@@ -56,6 +59,8 @@ class WorkerSession(Generic[CommandT, FrameT]):
         self._sending = asyncio.Lock()
         """gRPC takes one write at a time."""
         self._task: asyncio.Task[None] | None = None
+        self._watchdog: Watchdog
+        """Of the stream that was opened last."""
         self._connected_at_s = 0.0
         self._backoff_s = MIN_BACKOFF_S
 
@@ -79,7 +84,7 @@ class WorkerSession(Generic[CommandT, FrameT]):
         if call is None:
             raise WorkerUnavailable(f"{self._peer}: not connected")
         try:
-            async with asyncio.timeout(self._frame_timeout_s), self._sending:
+            async with asyncio.timeout(SEND_LIMITS * self._frame_timeout_s), self._sending:
                 await call.write(command)
         except asyncio.CancelledError as error:
             if _is_being_cancelled() or not call.cancelled():
@@ -104,9 +109,11 @@ class WorkerSession(Generic[CommandT, FrameT]):
 
     async def _connect(self) -> None:
         call = self._open_stream()
+        self._watchdog = Watchdog(self._frame_timeout_s, call.cancel, self._clock)
         try:
             first = await self._read(call)
         except BaseException:
+            self._watchdog.stop()
             call.cancel()
             raise
         self._call = call
@@ -139,21 +146,23 @@ class WorkerSession(Generic[CommandT, FrameT]):
     async def _read(self, call: grpc.aio.StreamStreamCall[CommandT, FrameT]) -> FrameT:
         """The next frame. Raises the reason when there is none in time."""
         try:
-            async with asyncio.timeout(self._frame_timeout_s):
-                frame: Any = await call.read()
+            frame: Any = await call.read()
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, self._peer) from error
-        except TimeoutError as error:
-            raise WorkerUnavailable(f"{self._peer}: silent for {self._frame_timeout_s:g} s") from error
         except asyncio.CancelledError:
             # gRPC reports a call that was cancelled (by `send`, say) with the same exception as ours.
             if call.cancelled() and not _is_being_cancelled():
-                raise WorkerUnavailable(f"{self._peer}: the stream broke") from None
+                raise WorkerUnavailable(f"{self._peer}: {self._why_cancelled()}") from None
             raise
+        self._watchdog.feed()
         if frame is grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
             raise WorkerUnavailable(f"{self._peer}: ended the stream")
         received: FrameT = frame
         return received
+
+    def _why_cancelled(self) -> str:
+        is_silent = self._watchdog.has_barked
+        return f"silent for {self._frame_timeout_s:g} s" if is_silent else "the stream broke"
 
     async def _run(self) -> None:
         while True:
@@ -173,6 +182,7 @@ class WorkerSession(Generic[CommandT, FrameT]):
     def _drop_call(self) -> None:
         call, self._call = self._call, None
         if call is not None:
+            self._watchdog.stop()
             call.cancel()
 
     async def _reconnect(self) -> None:

@@ -30,7 +30,12 @@ class Served:
     process: subprocess.Popen[bytes]
     port: int
     log: Path
-    arguments: list[str]
+    environment: dict[str, str]
+
+    @property
+    def own_environment(self) -> dict[str, str]:
+        """In which commands find this server."""
+        return {**os.environ, **self.environment}
 
     def output(self) -> str:
         return self.log.read_text(encoding="utf-8")
@@ -88,15 +93,19 @@ class Served:
 
     def status(self) -> dict[str, Any]:
         """What `splitserve status --json` says."""
+        seen: dict[str, Any] = json.loads(self.status_text("--json") or "{}")
+        return seen
+
+    def status_text(self, *options: str) -> str:
         done = subprocess.run(
-            [SPLITSERVE, "status", "--port", str(self.port), "--json", *self.arguments],
+            [SPLITSERVE, "status", "--port", str(self.port), *options],
             capture_output=True,
             text=True,
             timeout=60,
             check=False,
+            env=self.own_environment,
         )
-        seen: dict[str, Any] = json.loads(done.stdout or "{}")
-        return seen
+        return done.stdout
 
 
 @contextmanager
@@ -109,10 +118,11 @@ def serving(
     command = [SPLITSERVE, "serve", model, "--served-model-name", "tiny", "--port", str(port), *settings]
     command += ["--set", "prefill.num_blocks=200", "--set", "decode.num_blocks=200", *arguments]
     log = folder / f"serve-{port}.log"
-    environment = {**os.environ, "SPLITSERVE_CLUSTER_TOKEN": CLUSTER_TOKEN}
+    home = {"XDG_CACHE_HOME": str(folder / "home")}
+    environment = {**os.environ, **home, "SPLITSERVE_CLUSTER_TOKEN": CLUSTER_TOKEN}
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
-    served = Served(process, port, log, settings)
+    served = Served(process, port, log, home)
     try:
         if ready:
             served.wait_for("Ready:")

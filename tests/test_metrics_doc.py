@@ -39,7 +39,7 @@ def rows_of(registry: CollectorRegistry, process: str, always: str = "") -> set[
 
 def router_rows() -> set[Row]:
     metrics = RouterMetrics()
-    for counter in (metrics.successes, metrics.failures, metrics.retries):
+    for counter in (metrics.successes, metrics.failures, metrics.retries, metrics.local_prefills):
         counter.labels("x")
     metrics.responses.labels("/", "200")
     metrics.workers.labels("prefill")

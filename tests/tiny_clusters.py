@@ -13,10 +13,11 @@ from cluster.config import ClusterConfig, load_config
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
-def tiny_model(kind: str, folder: Path) -> Path:
-    """Write one of `tiny_models.KINDS` as a complete Hugging Face folder and return it."""
+def tiny_model(kind: str, folder: Path, **changes: Any) -> Path:
+    """Write one of `tiny_models.KINDS`, with `changes` to its config, as a complete Hugging Face folder
+    and return it."""
     target = folder / kind
-    make_reference(kind).save_pretrained(target)
+    make_reference(kind, **changes).save_pretrained(target)
     _tokenizer().save(str(target / "tokenizer.json"))
     (target / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     return target

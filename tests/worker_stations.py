@@ -9,14 +9,34 @@ from worker_fakes import BLOCK_SIZE, CLUSTER_TOKEN, PoolKv
 
 from engine import EngineCore, EngineThread, SchedulerConfig
 from engine.fake_executor import FakeExecutor
-from kv_transfer import FaultKind, FaultyTransport, LoopbackNetwork, LoopbackTransport, agent_name
-from protocol.faults import FaultPlan
+from kv_transfer import (
+    FaultKind,
+    FaultyTransport,
+    LayoutReader,
+    LoopbackNetwork,
+    LoopbackTransport,
+    PoolMemory,
+    agent_name,
+)
+from kv_transfer.checksums import TakeChecksums
+from protocol.faults import Fault, FaultPlan
 from protocol.handoff import Fingerprint
 from protocol.ids import WorkerIdentity
+from protocol.ports import KvTransport
 from rpc import WorkerProfile
 
 NUM_BLOCKS = 64
 MAX_MODEL_LEN = 200
+
+
+class CountedFaults(FaultPlan[FaultKind]):
+    """Counts the reads."""
+
+    num_reads = 0
+
+    def take(self) -> Fault[FaultKind] | None:
+        self.num_reads += 1
+        return super().take()
 
 
 class Station:
@@ -32,10 +52,23 @@ class Station:
             num_blocks=NUM_BLOCKS, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE, **scheduler
         )
         self.core = EngineCore(config, self, frozenset(), time.monotonic)
-        self.read_faults: FaultPlan[FaultKind] = FaultPlan()
-        transport = LoopbackTransport(memory, agent_name(identity, 0), network)
-        self.transport = FaultyTransport(transport, memory, self.read_faults)
+        self.read_faults = CountedFaults()
+        self._identity, self._network = identity, network
+        self.transport = self._make_transport(memory, 0)
         self.breaks = False
+
+    def reader(self, fingerprint: Fingerprint, checksum: TakeChecksums | None = None) -> LayoutReader:
+        """What a decode worker reads with; it owns the transport then."""
+        return LayoutReader(
+            self.memory,
+            fingerprint,
+            lambda memory, serial: self._make_transport(memory, serial) if serial else self.transport,
+            checksum=checksum,
+        )
+
+    def _make_transport(self, memory: PoolMemory, serial: int) -> KvTransport:
+        transport = LoopbackTransport(memory, agent_name(self._identity, 0, serial), self._network)
+        return FaultyTransport(transport, memory, self.read_faults)
 
     def execute(self, plan: Any) -> Any:
         if self.breaks:

@@ -20,7 +20,9 @@ class TransformersReference:
 
     def __init__(self, folder: Path, eos_token_ids: Sequence[int]) -> None:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self._eos_token_ids = list(eos_token_ids)
 

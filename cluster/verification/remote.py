@@ -9,19 +9,48 @@ from typing import Any
 import httpx
 
 from cluster.verification.cases import Case
-from protocol.errors import WorkerUnavailable
+from protocol.errors import StartupError, WorkerUnavailable
 
 REQUEST_TIMEOUT_S = 600.0
 MAX_CONCURRENT = 16
+FIRST_TIMEOUT_S = 10.0
+"""Until the answer to the first, small question."""
+
+
+def base_url(url: str) -> str:
+    """Without the /v1 that clients of OpenAI's API are given. Raises `StartupError`."""
+    if not url.startswith(("http://", "https://")):
+        raise StartupError(f"--url {url!r} must begin with http:// or https://")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def ask_model(url: str, api_key: str | None = None) -> str:
+    """The name of the model that a server serves. Raises `WorkerUnavailable` when it does not say."""
+    try:
+        response = httpx.get(f"{url}/v1/models", headers=_headers(api_key), timeout=FIRST_TIMEOUT_S)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise WorkerUnavailable(f"{url} does not answer: {error}") from error
+    if response.status_code == httpx.codes.UNAUTHORIZED:
+        raise WorkerUnavailable(f"{url} asks for a key: name its file with --api-key-file")
+    try:
+        return str(response.json()["data"][0]["id"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise WorkerUnavailable(
+            f"{url}/v1/models answered {response.status_code} and names no model"
+        ) from error
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 class RemoteCluster:
-    """A server at a URL such as http://127.0.0.1:8000."""
+    """A server at a base URL such as http://127.0.0.1:8000."""
 
     def __init__(self, url: str, model: str, api_key: str | None = None) -> None:
-        self._url = url.rstrip("/")
+        self._url = url
         self._model = model
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = _headers(api_key)
         self._places = asyncio.Semaphore(MAX_CONCURRENT)
 
     async def answer(self, cases: Sequence[Case]) -> list[list[int]]:

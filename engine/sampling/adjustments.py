@@ -7,7 +7,7 @@ frequency and presence, bias, ban; each step sees the result of the one before.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Items
 from itertools import chain
 
@@ -86,21 +86,11 @@ def _ban(logits: torch.Tensor, sequences: Items[Sequence], eos_token_ids: tuple[
         if sequence.num_output_tokens < params.min_tokens:
             banned[i] = [*eos_token_ids, *params.stop_token_ids]
         if params.bad_words:
-            banned.setdefault(i, []).extend(_ends_of_bad_words(sequence))
+            ends = sequence.bad_words.ends_after(sequence.token_ids, sequence.num_prompt_tokens)
+            banned.setdefault(i, []).extend(ends)
     if banned:
         index = _to_device(_cells(banned, logits.shape[1]), logits)
         logits.view(-1).index_fill_(0, index, BANNED)
-
-
-def _ends_of_bad_words(sequence: Sequence) -> Iterator[int]:
-    """The tokens that would complete a bad word: the output ends with the rest of it."""
-    token_ids = sequence.token_ids
-    for word in sequence.sampling.bad_words:
-        if not word:
-            continue
-        start = len(token_ids) - len(word) + 1
-        if start >= sequence.num_prompt_tokens and tuple(token_ids[start:]) == word[:-1]:
-            yield word[-1]
 
 
 def _cells(token_ids_by_row: Mapping[int, Collection[int]], vocab_size: int) -> Cells:

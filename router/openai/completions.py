@@ -10,12 +10,16 @@ from protocol.errors import InvalidRequest
 from router.openai.sampling import MAX_LOGPROBS, CommonFields
 
 DEFAULT_MAX_TOKENS = 16
+MAX_PROMPTS = 256
+
+Prompt = str | tuple[int, ...]
 
 
 class CompletionRequest(CommonFields):
-    """A text completion request. The prompt is text or token ids; a list with one prompt is possible."""
+    """A text completion request."""
 
     prompt: Any
+    """A tuple of prompts after validation, each text or token ids; clients may give one without a list."""
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """0 is possible with `echo`: the prompt is scored and nothing is generated."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -26,18 +30,12 @@ class CompletionRequest(CommonFields):
 
     @field_validator("prompt")
     @classmethod
-    def _check_prompt(cls, value: Any) -> str | tuple[int, ...]:
+    def _check_prompt(cls, value: Any) -> tuple[Prompt, ...]:
         if isinstance(value, list) and value and isinstance(value[0], str | list):
-            if len(value) > 1:
-                raise ValueError("several prompts in one request are not supported yet")
-            value = value[0]
-        if isinstance(value, str):
-            return value
-        if not isinstance(value, list) or not all(type(token_id) is int for token_id in value):
-            raise ValueError("must be a string or a list of token ids")
-        if not value:
-            raise ValueError("must not be empty")
-        return tuple(value)
+            if len(value) > MAX_PROMPTS:
+                raise ValueError(f"at most {MAX_PROMPTS} prompts are possible")
+            return tuple(map(_checked, value))
+        return (_checked(value),)
 
     @model_validator(mode="after")
     def _check_max_tokens(self) -> CompletionRequest:
@@ -56,3 +54,14 @@ class CompletionRequest(CommonFields):
         """For how many best tokens of each prompt position the workers are asked; None: not at all."""
         asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((number for number in asked if number is not None), default=None)
+
+
+def _checked(value: Any) -> Prompt:
+    """One prompt. Raises `ValueError`."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not all(type(token_id) is int for token_id in value):
+        raise ValueError("must be a string or a list of token ids, or a list of such prompts")
+    if not value:
+        raise ValueError("must not be empty")
+    return tuple(value)

@@ -54,6 +54,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Known fields that are not supported yet, with the values (besides null) that ask for nothing."""
 
+_PLURALS = frozenset({"documents", "functions", "tools", "web_search_options"})
+
 MAX_ECHOED_CHARACTERS = 64
 
 ModelT = TypeVar("ModelT", bound="Fields")
@@ -127,8 +129,13 @@ def refuse_extras(extras: Mapping[str, Any], where: str = "") -> None:
                 f"unrecognized request argument: {param}", param=param, code="unknown_parameter"
             )
         if not any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL[name]):
-            raise InvalidRequest(
-                f"{param} is not supported" + (" with this value" if NEUTRAL[name] else ""),
-                param=param,
-                code="unsupported_parameter",
-            )
+            raise InvalidRequest(_unsupported(name, param), param=param, code="unsupported_parameter")
+
+
+def _unsupported(name: str, param: str) -> str:
+    """Of a field with neutral values that say something, these are named."""
+    values = NEUTRAL[name]
+    telling = [json.dumps(value) for at, value in enumerate(values) if value and value not in values[:at]]
+    if telling:
+        return f"{param}: only {' or '.join(telling)} is supported"
+    return f"{param} {'are' if name in _PLURALS else 'is'} not supported"

@@ -11,7 +11,7 @@ from protocol.generation import GenerationRequest
 from protocol.ids import RequestId
 from router.answers import TextRequest
 from router.openai.chat import ChatRequest
-from router.openai.completions import DEFAULT_MAX_TOKENS, CompletionRequest
+from router.openai.completions import DEFAULT_MAX_TOKENS, CompletionRequest, Prompt
 from router.openai.parameters import shortened
 from router.openai.sampling import CommonFields, bound_output, check_token_ids, sampling_params
 from router.tokenizer import LONG_TEXT_CHARACTERS, Tokenizer
@@ -51,12 +51,21 @@ class Preparer:
         )
         return TextRequest(generation, fields.stop_strings)
 
-    async def completion(
-        self, fields: CompletionRequest, request_id: RequestId, timeout_s: float
-    ) -> TextRequest:
-        """Raises `InvalidRequest` or `NotFound`."""
+    async def completions(
+        self, fields: CompletionRequest, new_request_id: Callable[[], RequestId], timeout_s: float
+    ) -> list[TextRequest]:
+        """A request for each of the body's prompts. Raises `InvalidRequest` or `NotFound`."""
         self.check_model(fields.model)
-        prompt = await self.prompt(fields.prompt, fields.add_special_tokens is not False)
+        requests = []
+        for prompt in fields.prompt:
+            requests.append(await self._completion(fields, prompt, new_request_id(), timeout_s))
+            await asyncio.sleep(0)  # many prompts in tokenising hold up no stream
+        return requests
+
+    async def _completion(
+        self, fields: CompletionRequest, asked_prompt: Prompt, request_id: RequestId, timeout_s: float
+    ) -> TextRequest:
+        prompt = await self.prompt(asked_prompt, fields.add_special_tokens is not False)
         asked = 1 if fields.is_scoring else fields.max_tokens
         generation = self._generation(
             fields,
@@ -67,7 +76,7 @@ class Preparer:
             prompt_logprobs=fields.num_prompt_logprobs,
             timeout_s=timeout_s,
         )
-        echo = self._text_of(fields.prompt) if fields.echo else None
+        echo = self._text_of(asked_prompt) if fields.echo else None
         return TextRequest(generation, fields.stop_strings, echo, fields.is_scoring)
 
     async def prompt(self, prompt: str | tuple[int, ...], adds_special: bool) -> tuple[int, ...]:

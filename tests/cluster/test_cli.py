@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import io
+import os
 import socket
 import stat
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,10 @@ from cluster.cli import parse_setting, read_config
 from cluster.config import ClusterConfig, load_config
 from cluster.serve_failures import explain_failure
 from cluster.serve_port import http_answers, with_free_port
-from cluster.serve_progress import Report, public_url, what_to_try
-from cluster.serve_state import read_state, state_file, write_state
-from cluster.status import ClusterStatus, as_json, as_table
+from cluster.serve_progress import DEMO_IS_SMALL, Report, public_url, what_to_try
+from cluster.serve_run import engines_in_words
+from cluster.serve_state import read_state, state_file, write_start, write_state
+from cluster.status import ClusterStatus, as_json, as_table, look
 from protocol.errors import StartupError
 from protocol.handoff import Fingerprint
 from protocol.ids import Role, WorkerId, WorkerIdentity
@@ -95,11 +98,13 @@ def test_the_public_url_is_one_that_a_client_here_can_use(host: str, url: str) -
     assert public_url(config(http__host=host)) == url
 
 
-def test_the_closing_box_holds_commands_that_work_as_they_are() -> None:
+def test_the_closing_text_holds_commands_that_work_as_they_are() -> None:
     lines = what_to_try(config(served_model_name="tiny"))
     snippet = lines[lines.index("from openai import OpenAI") :]
     ast.parse("\n".join(snippet[: snippet.index("")]))
     assert any('"model": "tiny"' in line for line in lines)
+    assert DEMO_IS_SMALL in lines
+    assert DEMO_IS_SMALL not in what_to_try(config(model="/models/big"))
     assert not any("Authorization" in line for line in lines)
     with_key = what_to_try(config(http__api_key_file="/etc/key"))
     assert any("Authorization: Bearer $(head -n 1 /etc/key)" in line for line in with_key)
@@ -113,11 +118,10 @@ def test_the_report_tells_the_seconds_since_its_start() -> None:
     assert out.getvalue() == "    2.5 s  Ray runs\n"
 
 
-def test_the_box_has_straight_sides() -> None:
+def test_what_is_to_be_copied_has_nothing_around_it() -> None:
     out = io.StringIO()
-    Report(out).box(["a", "longer line"])
-    widths = {len(line) for line in out.getvalue().split("\n") if line}
-    assert widths == {len("longer line") + 4}
+    Report(out).block(["a", "  b"])
+    assert out.getvalue() == "\na\n  b\n\n"
 
 
 SERVE_SAYS = """A replica failed to start with exception. Retrying 2 more time(s). Error:
@@ -140,8 +144,14 @@ def test_a_foreign_exception_is_its_last_line() -> None:
     assert explain_failure("") == ""
 
 
-def test_the_state_file_is_for_its_owner_alone_and_of_a_living_process(tmp_path: Path) -> None:
-    settings = config(cache_dir=str(tmp_path), http__port=9)
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "splitserve" / "run"
+
+
+def test_the_state_file_is_for_its_owner_alone_and_of_a_living_process(run_dir: Path) -> None:
+    settings = config(http__port=9)
     assert read_state(settings) is None
     path = write_state(settings, "127.0.0.1:1", ray_token="secret", cluster_token="too")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -152,6 +162,46 @@ def test_the_state_file_is_for_its_owner_alone_and_of_a_living_process(tmp_path:
     dead = path.read_text(encoding="utf-8").replace(f'"pid": {state.pid}', '"pid": 4194305')
     state_file(settings).write_text(dead, encoding="utf-8")
     assert read_state(settings) is None
+
+
+def test_a_server_that_starts_is_found_whatever_its_configuration(run_dir: Path) -> None:
+    """Regression: `status` denied a server that was starting, or that had another cache_dir."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = write_start(config(http__port=port, cache_dir="/elsewhere"))
+    assert path.parent == run_dir
+    seen = look(config(http__port=port))
+    assert (seen.alive, seen.ready, seen.workers) == (False, False, ())
+    assert f"demo is starting (pid {os.getpid()})" in as_table(seen)
+    assert read_state(config(http__port=port)) is None
+
+
+def test_a_server_of_somebody_else_is_not_denied(run_dir: Path) -> None:
+    with HTTPServer(("127.0.0.1", 0), _SaysOk) as server:
+        answering = Background("server", server.serve_forever)
+        seen = look(config(http__port=server.server_port))
+        server.shutdown()
+        assert answering.wait(10.0)
+    assert (seen.alive, seen.ready) == (True, True)
+    assert "--ray-address" in as_table(seen)
+
+
+class _SaysOk(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_engines_are_told_once_per_kind() -> None:
+    workers = [record(Role.PREFILL, "p"), record(Role.DECODE, "d"), record(Role.DECODE, "e")]
+    assert engines_in_words(workers) == [
+        "prefill: 1 x float32, 10 KV blocks of 16 tokens",
+        "decode: 2 x float32, 10 KV blocks of 16 tokens",
+    ]
 
 
 def record(role: Role, worker_id: str) -> WorkerRecord:
@@ -213,4 +263,4 @@ def test_a_command_without_a_server_says_so(command: list[str], tmp_path: Path) 
         check=False,
     )
     assert done.returncode == 1
-    assert done.stderr.startswith("error: nothing that `splitserve serve` started runs on")
+    assert done.stderr.startswith("error: no server answers at http://127.0.0.1:1")

@@ -9,7 +9,9 @@ import pytest
 from tiny_clusters import tiny_config, tiny_model
 
 from cluster.compose import open_model
-from cluster.preflight import check_before_start
+from cluster.config import load_config
+from cluster.preflight import check_before_start, check_configuration, warnings_of
+from engine.model.config import ModelConfig
 from protocol.errors import StartupError
 
 
@@ -30,12 +32,49 @@ def test_a_good_configuration_passes(model: Path) -> None:
         ({"http__api_key_file": "/no/such/key"}, "api_key_file"),
         ({"prefill__num_blocks": None, "prefill__kv_cache_memory": "1KiB"}, "prefill.kv_cache_memory"),
         ({"decode__num_blocks": None, "decode__kv_cache_memory": "1KiB"}, "decode.kv_cache_memory"),
+        ({"decode__num_blocks": 3}, "decode.num_blocks is 3"),
     ],
 )
 def test_bad_values_name_their_key(model: Path, changes: dict[str, object], says: str) -> None:
     config = tiny_config(model, **changes)
     with pytest.raises(StartupError, match=says):
         check_before_start(config, open_model(config))
+
+
+def test_memory_for_exactly_the_longest_sequence_is_enough(model: Path) -> None:
+    """What the engine demands when it is loaded, found without loading it."""
+    config = tiny_config(model, max_model_len=161, decode__num_blocks=11)
+    check_before_start(config, open_model(config))
+    config = tiny_config(model, max_model_len=162, decode__num_blocks=11)
+    with pytest.raises(StartupError, match="takes 12 blocks"):
+        check_before_start(config, open_model(config))
+    element_bytes = 4
+    shape = ModelConfig.from_hf(open_model(config).config)
+    block_bytes = shape.num_layers * 2 * shape.num_kv_heads * 16 * shape.head_dim * element_bytes
+    for more, fits in ((0, True), (-1, False)):
+        memory = {"decode__num_blocks": None, "decode__kv_cache_memory": 12 * block_bytes + more}
+        config = tiny_config(model, max_model_len=162, **memory)
+        if fits:
+            check_before_start(config, open_model(config))
+        else:
+            with pytest.raises(StartupError, match=r"decode\.kv_cache_memory"):
+                check_before_start(config, open_model(config))
+
+
+def test_a_transport_within_one_process_is_refused_before_anything_is_started() -> None:
+    with pytest.raises(StartupError, match=r"kv_transfer\.transport is loopback.* nixl"):
+        check_configuration(load_config(None, {"kv_transfer.transport": "loopback"}))
+
+
+def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (warning,) = warnings_of(load_config(None))
+    assert "no C++ compiler (g++, clang++, c++)" in warning
+    compiler = tmp_path / "clang++"
+    compiler.write_text("")
+    compiler.chmod(0o755)
+    assert warnings_of(load_config(None)) == []
 
 
 def test_an_unsupported_architecture_and_a_missing_tokenizer_are_found(model: Path, tmp_path: Path) -> None:

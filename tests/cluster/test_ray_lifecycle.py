@@ -43,8 +43,9 @@ def test_a_worker_that_cannot_start_says_why_in_its_own_words(tiny_llama: Path, 
 def test_a_signal_during_the_start_ends_everything(tiny_llama: Path, tmp_path: Path) -> None:
     with serving(tiny_llama, tmp_path, ready=False) as served:
         served.wait_for("Ray runs")
+        assert "is starting" in served.status_text()
         stop(served, signal.SIGINT)
-        assert served.process.returncode == 0
+        assert served.process.returncode == 130
         assert served.output().splitlines()[-1].endswith("stopped")
 
 
@@ -58,7 +59,7 @@ def test_a_server_behind_serves_proxy_answers_and_ends_within_fifteen_seconds(
         assert served.process.returncode == 0
         with socket.socket() as again:
             again.bind(("127.0.0.1", served.port))
-        assert not list((tmp_path / "cache" / "run").iterdir())
+        assert not list((tmp_path / "home" / "splitserve" / "run").iterdir())
 
 
 def test_a_killed_server_takes_ray_with_it(tiny_llama: Path, tmp_path: Path) -> None:

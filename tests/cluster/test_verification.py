@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 
+import pytest
+from rich.console import Console
+
+from cluster.config import load_config
 from cluster.verification import Case, compare, greedy_cases, seeded_cases, verify_answers
 from cluster.verification.cases import PROMPT_LENGTHS
 from cluster.verification.compare import first_difference
+from cluster.verification.remote import base_url
+from cluster.verify import VerifyOptions, verify
+from protocol.errors import StartupError, WorkerUnavailable
 
 TEXT = list(range(100))
 
@@ -71,3 +79,20 @@ async def test_a_wrong_token_of_the_cluster_fails_the_verification() -> None:
     assert good.is_equal
     assert not bad.is_equal
     assert any("differs first at output token 1" in line for line in bad.lines())
+
+
+@pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
+def test_a_server_may_be_named_as_clients_name_it(url: str) -> None:
+    assert base_url(url) == "http://h:1"
+
+
+def test_a_url_without_its_scheme_is_refused() -> None:
+    with pytest.raises(StartupError, match="must begin with http"):
+        base_url("localhost:8000")
+
+
+def test_a_server_that_does_not_answer_is_found_before_any_model_is_loaded() -> None:
+    options = VerifyOptions(url="http://127.0.0.1:1/v1")
+    config = load_config(None, {"model": "/no/such/model"})
+    with pytest.raises(WorkerUnavailable, match=r"http://127\.0\.0\.1:1 does not answer"):
+        verify(config, options, Console(file=io.StringIO()))

@@ -14,7 +14,7 @@ from worker_fakes import BLOCK_SIZE, FINGERPRINT, P0, ScriptedEngine, make_reque
 from decode_worker.config import DecodeWorkerConfig, OnKvFailure
 from decode_worker.credit import CreditBook
 from decode_worker.metrics import DecodeMetrics
-from decode_worker.owner import OwnerHello, Released
+from decode_worker.owner import OwnerHello
 from decode_worker.peers import Peers
 from decode_worker.reader import Read, ReadEnd
 from decode_worker.session import DecodeSession
@@ -27,6 +27,7 @@ from protocol.handoff import (
     Fingerprint,
     LeaseStatus,
     PoolDescription,
+    Released,
     Ticket,
     TransportEndpoint,
     Verdict,
@@ -67,6 +68,9 @@ class FakeOwner:
         self.greets = asyncio.Event()
         self.greets.set()
         """Cleared: `connect` does not return."""
+        self.judges = asyncio.Event()
+        self.judges.set()
+        """Cleared: `release` does not return."""
         self._tokens_ready: int | None = None  # None: all of them
         self._is_held = True
         self._news = asyncio.Event()
@@ -114,6 +118,7 @@ class FakeOwner:
     async def release(self, ticket: Ticket, reader: str, wants_checksums: bool) -> Released:
         await self._called("release")
         self.readers.append(reader)
+        await self.judges.wait()
         if self.release_fails_with is not None:
             raise self.release_fails_with
         return Released(self.verdict, self.checksums if wants_checksums else ())
@@ -141,8 +146,7 @@ class FakeOwner:
 class FakeReader:
     """Reads end when the test says so."""
 
-    def __init__(self, *, takes_checksums: bool = False) -> None:
-        self.takes_checksums = takes_checksums
+    def __init__(self) -> None:
         self.connected: list[str] = []
         self.reads: list[tuple[str, tuple[BlockId, ...], tuple[BlockId, ...]]] = []
         """Agent, and the blocks on both sides that hold the tokens read."""
@@ -194,12 +198,11 @@ class DecodeBench:
         on_kv_failure: OnKvFailure = OnKvFailure.RECOMPUTE,
         *,
         fetch_limit_s: float = 30.0,
-        takes_checksums: bool = False,
     ) -> None:
         clock = asyncio.get_running_loop().time
         self.health = Health()
         self.owner = FakeOwner()
-        self.reader = FakeReader(takes_checksums=takes_checksums)
+        self.reader = FakeReader()
         link: EngineLink[Command, Event] = EngineLink(self._make_engine, self.health)
         link.start()
         self.peers = Peers(
@@ -214,7 +217,7 @@ class DecodeBench:
         self.registry = CollectorRegistry()
         self.refusal: SplitserveError | None = None
         self.link = link
-        self.credit = CreditBook(0.0)
+        self.credit = CreditBook(0.0, largest=1)
         self.tools = IntakeTools(
             engine=link,
             peers=self.peers,
@@ -329,15 +332,14 @@ class DecodeBench:
 
 
 def make_ticket(request: GenerationRequest, **changes: object) -> Ticket:
-    num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    num_blocks = -(-request.num_tokens // BLOCK_SIZE)
     fields: dict[str, object] = {
         "ticket_id": TicketId(f"t-{request.request_id}"),
         "owner": P0,
         "owner_address": "10.0.0.1:5",
         "block_ids": tuple(BlockId(7 + i) for i in range(num_blocks)),
-        "num_tokens": num_tokens,
-        "tokens_ready": num_tokens,
+        "num_tokens": request.num_tokens,
+        "tokens_ready": request.num_tokens,
         "lease_s": LEASE_S,
     }
     return Ticket(**(fields | changes))  # type: ignore[arg-type]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from decode_worker.credit import CreditBook, blocks_needed
+from decode_worker.credit import CreditBook
 from protocol.ids import SequenceId
 
 A, B, C = (SequenceId(name) for name in "abc")
 
 
-def book(num_sessions: int = 1, reserve: float = 0.0) -> CreditBook:
-    credit = CreditBook(reserve)
+def book(num_sessions: int = 1, reserve: float = 0.0, largest: int = 1) -> CreditBook:
+    credit = CreditBook(reserve, largest)
     credit.num_sessions = num_sessions
     return credit
 
@@ -61,10 +61,9 @@ def test_routers_share_what_is_left_and_never_owe_anything() -> None:
     assert credit.blocks(100, 100) == 0
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "num_choices", "num_blocks"), [(10, 1, 3), (11, 1, 3), (12, 1, 4), (12, 3, 6), (1, 1, 1)]
-)
-def test_first_tokens_and_copies_for_choices_need_blocks_too(
-    num_tokens: int, num_choices: int, num_blocks: int
-) -> None:
-    assert blocks_needed(num_tokens, num_choices, block_size=4) == num_blocks
+def test_the_largest_request_fits_into_any_router_s_share_while_others_keep_the_worker_busy() -> None:
+    credit = book(num_sessions=4, largest=60)
+    credit.accept(A, 20)
+    assert credit.blocks(100, 100) == 60
+    credit.accept(B, 30)
+    assert credit.blocks(100, 100) == 50

@@ -336,6 +336,67 @@ async def test_owner_whose_read_hangs_is_not_forgotten_while_others_come_and_go(
     bench.assert_idle()
 
 
+# ---- validating
+
+
+@pytest.mark.parametrize("policy", OnKvFailure)
+def test_owner_that_goes_silent_with_its_verdict_is_waited_for_only_a_few_seconds(
+    policy: OnKvFailure,
+) -> None:
+    @virtual_time
+    async def run() -> None:
+        bench, seq_id = await bench_in_fetch(policy)
+        bench.owner.hang()
+        bench.reader.end()
+        await asyncio.sleep(3)
+        assert bench.engine.take() == []
+        await asyncio.sleep(2)
+        if policy is OnKvFailure.RECOMPUTE:
+            assert bench.engine.take() == [RecomputeSequence(seq_id, FIRST)]
+            bench.session.end()
+        else:
+            assert bench.engine.take() == [AbortSequence(seq_id)]
+            assert isinstance(bench.failure(), TransferFailed)
+        bench.owner.answers.set()
+        await settle()
+        bench.assert_idle()
+
+    run()
+
+
+@virtual_time
+async def test_verdict_that_comes_just_after_the_end_of_the_lease_that_it_caused_counts() -> None:
+    bench, seq_id = await bench_in_fetch()
+    bench.owner.judges.clear()
+    bench.reader.end()
+    await settle()
+    bench.owner.lose()
+    await asyncio.sleep(0.25)
+    assert bench.engine.take() == []
+    bench.owner.judges.set()
+    await settle()
+    assert bench.engine.take() == [AdmitSequence(seq_id, FIRST)]
+    assert bench.owner.calls == ["connect", "release"]
+    bench.session.end()
+    bench.assert_idle()
+
+
+@virtual_time
+async def test_abort_while_the_owner_is_asked_for_its_verdict_frees_the_blocks_at_once() -> None:
+    bench, seq_id = await bench_in_fetch()
+    bench.owner.judges.clear()
+    bench.reader.end()
+    await settle()
+    bench.abort()
+    await settle()
+    assert bench.engine.take() == [AbortSequence(seq_id)]
+    bench.owner.judges.set()
+    await settle()
+    assert bench.owner.calls == ["connect", "release", "release"]
+    assert len(set(bench.owner.readers)) == 1
+    bench.assert_idle()
+
+
 # ---- waiting for the beginning
 
 

@@ -337,6 +337,20 @@ def test_layout_mismatch_fails_whatever_the_policy(policy: OnKvFailure) -> None:
 
 
 @virtual_time
+async def test_layout_mismatch_is_told_also_where_the_owner_has_other_blocks() -> None:
+    """Until it is connected its block size is unknown, and the ticket cannot be blamed for it."""
+    bench = DecodeBench()
+    bench.owner.fingerprint = type(bench.owner.fingerprint)("m", "r2", "float32", "float32", 2, 2, 8, 8)
+    bench.submit(make_request(), make_ticket(make_request(), block_ids=(7, 8)))
+    await settle()
+    bench.allocate(bench.reserved())
+    await settle()
+    assert isinstance(bench.failure(), LayoutMismatch)
+    bench.engine.take()
+    bench.assert_idle()
+
+
+@virtual_time
 async def test_engine_that_refuses_the_sequence_gives_the_ticket_back() -> None:
     bench = DecodeBench()
     bench.submit()
@@ -370,7 +384,7 @@ CHECKSUMS = (70, 80, 90)
 
 @virtual_time
 async def test_blocks_whose_checksums_agree_are_admitted_and_cached_ones_are_not_compared() -> None:
-    bench = DecodeBench(takes_checksums=True)
+    bench = DecodeBench()
     bench.owner.checksums = CHECKSUMS
     bench.submit()
     await settle()
@@ -391,7 +405,7 @@ def test_flipped_bit_or_missing_checksum_voids_the_kv(
 ) -> None:
     @virtual_time
     async def run() -> None:
-        bench = DecodeBench(policy, takes_checksums=True)
+        bench = DecodeBench(policy)
         bench.owner.checksums = checksums
         bench.submit()
         seq_id = await bench.until_fetching()
@@ -413,11 +427,11 @@ def test_flipped_bit_or_missing_checksum_voids_the_kv(
 
 @virtual_time
 async def test_owner_that_computes_no_checksums_is_no_match_for_a_reader_that_wants_them() -> None:
-    bench = DecodeBench(takes_checksums=True)
+    bench = DecodeBench()
     bench.owner.release_fails_with = LayoutMismatch("set kv_transfer.checksum alike on all workers")
     bench.submit()
     seq_id = await bench.until_fetching()
-    bench.reader.end()
+    bench.reader.end(checksums=dict(enumerate(CHECKSUMS)))
     await settle()
     assert isinstance(bench.failure(), LayoutMismatch)
     assert bench.engine.take() == [AbortSequence(seq_id)]

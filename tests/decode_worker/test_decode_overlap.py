@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
-from decode_fakes import FIRST_TOKEN, DecodeBench
+from decode_fakes import FIRST_TOKEN, DecodeBench, make_ticket
 from virtual_time import settle, virtual_time
-from worker_fakes import P0, make_request
+from worker_fakes import BLOCK_SIZE, FINGERPRINT, P0, make_request
 
 from decode_worker import OnKvFailure
 from decode_worker.reservation import MARGIN_S
@@ -289,6 +290,33 @@ async def test_owner_that_stops_in_the_middle_fails_the_request_when_the_policy_
     bench.assert_idle()
 
 
+@pytest.mark.parametrize("begins_first", [False, True])
+def test_beginning_tells_that_all_is_ready_though_the_owner_did_not_say_so_yet(begins_first: bool) -> None:
+    @virtual_time
+    async def run() -> None:
+        bench = DecodeBench()
+        with bench.peers.use(*OWNER) as peer:
+            await peer.connect()
+        bench.owner.hang()
+        if begins_first:
+            bench.submit_early()
+            bench.begin()
+        else:
+            bench.submit_early()
+            await settle()
+            bench.begin()
+        seq_id = await bench.until_fetching()
+        assert reads(bench) == [((7, 8, 9), BLOCKS)]
+        bench.owner.answers.set()
+        bench.reader.end()
+        await settle()
+        assert bench.engine.take() == [AdmitSequence(seq_id, FIRST)]
+        bench.session.end()
+        bench.assert_idle()
+
+    run()
+
+
 @virtual_time
 async def test_same_beginning_twice_is_one_and_another_one_is_refused() -> None:
     bench, seq_id = await bench_reading(10)
@@ -339,4 +367,28 @@ async def test_lost_lease_fails_a_request_whose_read_does_not_end_soon() -> None
     bench.reader.end()
     await settle()
     assert bench.engine.take() == [AbortSequence(seq_id)]
+    bench.assert_idle()
+
+
+@virtual_time
+async def test_owner_with_larger_blocks_is_read_in_its_blocks_from_where_the_own_cache_ends() -> None:
+    bench = DecodeBench()
+    bench.owner.fingerprint = replace(FINGERPRINT, block_size=2 * BLOCK_SIZE)
+    bench.owner.compute(9)
+    request = make_request(num_prompt=18)
+    ticket = make_ticket(request, block_ids=(7, 8, 9), tokens_ready=9)
+    bench.submit(request, ticket, None)
+    await settle()
+    seq_id = bench.reserved()
+    bench.allocate(seq_id, (41, 42, 43, 44, 45), num_cached=BLOCK_SIZE)
+    await settle()
+    assert bench.reader.tokens == [range(4, 8)]
+    bench.reader.end()
+    bench.begin()
+    await settle()
+    assert bench.reader.tokens[1:] == [range(8, 18)]
+    bench.reader.end()
+    await settle()
+    assert bench.engine.take() == [AdmitSequence(seq_id, FIRST)]
+    bench.session.end()
     bench.assert_idle()

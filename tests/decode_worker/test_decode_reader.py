@@ -48,8 +48,6 @@ class ScriptedFetch:
 class ScriptedReader:
     """Notes the thread of every call."""
 
-    takes_checksums = True
-
     def __init__(self) -> None:
         self.threads: set[int] = set()
         self.fetches: list[ScriptedFetch] = []

@@ -1,4 +1,4 @@
-"""A prefill and a decode worker, whole: real engines (fake executor), real gRPC, loopback transport.
+"""A prefill and a decode worker, whole, from submission to the last token and to the end of either.
 
 Each test ends with both engines and all pools idle.
 """
@@ -6,224 +6,33 @@ Each test ends with both engines and all pools idle.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
-from worker_fakes import (
-    BLOCK_SIZE,
-    CLUSTER_TOKEN,
-    D0,
-    FINGERPRINT,
-    P0,
-    MemoryDirectory,
-    make_request,
-)
-from worker_stations import Station, profile
+from pair_kit import LIMIT_S, Line, Pair, choice_of, is_idle, oracle, running, until
+from worker_fakes import BLOCK_SIZE, D0, FINGERPRINT, make_request
 
-from decode_worker import DecodeWorker, DecodeWorkerConfig, OnKvFailure
+from decode_worker import DecodeWorker, OnKvFailure
 from engine.fake_executor import FakeExecutor
-from kv_transfer import FaultKind, LoopbackNetwork
-from prefill_worker import PrefillWorker, PrefillWorkerConfig
-from protocol.codec import failure_from_wire, request_to_wire, ticket_from_wire, token_from_wire
+from kv_transfer import FaultKind
+from prefill_worker import PrefillWorker
+from protocol.codec import request_to_wire, ticket_from_wire, token_from_wire
 from protocol.errors import (
     EngineFault,
     LayoutMismatch,
     LeaseExpired,
-    SplitserveError,
     StartupError,
     TransferFailed,
     TransferTimeout,
     Unauthorized,
     WorkerUnavailable,
 )
-from protocol.generation import GenerationRequest, choice_seed
-from protocol.handoff import Fingerprint, Ticket
+from protocol.handoff import Ticket
 from protocol.wire import splitserve_pb2 as pb
 from protocol.wire.splitserve_pb2_grpc import DecodeWorkerStub, PrefillWorkerStub, WorkerAdminStub
-from rpc import WorkerSession, open_channel, rpc_errors
-
-LIMIT_S = 20.0
-
-
-class Pair:
-    """One prefill and one decode worker and a directory."""
-
-    def __init__(
-        self,
-        policy: OnKvFailure = OnKvFailure.RECOMPUTE,
-        *,
-        lease_s: float = 5.0,
-        fetch_limit_s: float = 10.0,
-        decode_fingerprint: Fingerprint = FINGERPRINT,
-    ) -> None:
-        self.network = LoopbackNetwork()
-        self.directory = MemoryDirectory()
-        self.p, self.d = Station(P0, self.network), Station(D0, self.network)
-        self.prefill = PrefillWorker(
-            profile=profile(P0, FINGERPRINT),
-            make_engine=self.p.engine,
-            transport=self.p.transport,
-            directory=self.directory,
-            config=PrefillWorkerConfig(lease_s=lease_s),
-        )
-        self.decode = DecodeWorker(
-            profile=profile(D0, decode_fingerprint),
-            make_engine=self.d.engine,
-            transport=self.d.transport,
-            directory=self.directory,
-            config=DecodeWorkerConfig(policy, fetch_limit_s=fetch_limit_s, owner_timeout_s=2.0),
-        )
-
-    async def until_idle(self) -> None:
-        """Both workers have nothing left of any request, and both engines hold no block."""
-        await until(lambda: _is_idle(self.prefill) and _is_idle(self.decode))
-
-    def assert_no_block_is_lost(self) -> None:
-        """To be asked after both have stopped."""
-        for station in (self.p, self.d):
-            station.core.check_integrity()
-            station.core.assert_idle()
-
-
-def _is_idle(worker: PrefillWorker | DecodeWorker) -> bool:
-    try:
-        worker.assert_idle()
-    except EngineFault:
-        return False
-    return True
-
-
-async def until(is_true: Any) -> None:
-    """Look until it is true; the test fails when it never is."""
-    async with asyncio.timeout(LIMIT_S):
-        while not is_true():  # noqa: ASYNC110  # nobody signals an idle worker
-            await asyncio.sleep(0.005)
-
-
-class Line:
-    """A router's session with one worker: frames by request."""
-
-    def __init__(self, stub: Any, channel: grpc.aio.Channel) -> None:
-        self.channel = channel
-        self.answers: dict[str, asyncio.Queue[Any]] = {}
-        self.broken: asyncio.Queue[SplitserveError] = asyncio.Queue()
-        self.session: Any = WorkerSession(
-            stub(channel).Serve, self._on_frame, self.broken.put_nowait, time.monotonic
-        )
-
-    def _on_frame(self, frame: Any) -> None:
-        for done in getattr(frame, "done", ()):
-            self._of(done.firsts[0].request_id).put_nowait(done)
-        for delta in getattr(frame, "deltas", ()):
-            self._of(delta.request_id).put_nowait(delta)
-        for failure in frame.failures:
-            self._of(failure.request_id).put_nowait(failure_from_wire(failure))
-
-    def _of(self, request_id: str) -> asyncio.Queue[Any]:
-        return self.answers.setdefault(request_id, asyncio.Queue())
-
-    async def answer(self, name: str) -> Any:
-        """The next answer about a request; its failure is raised."""
-        async with asyncio.timeout(LIMIT_S):
-            answer = await self._of(name).get()
-        if isinstance(answer, SplitserveError):
-            raise answer
-        return answer
-
-
-class Router:
-    """What a router does, by hand."""
-
-    def __init__(self, prefill: Line, decode: Line) -> None:
-        self.p, self.d = prefill, decode
-
-    async def prefill(self, request: GenerationRequest) -> Any:
-        await self.p.session.send(pb.PrefillCommand(submit=request_to_wire(request)))
-        return await self.p.answer(request.request_id)
-
-    async def hand_over(self, request: GenerationRequest, done: Any) -> None:
-        submit = pb.DecodeSubmit(
-            request=request_to_wire(request),
-            ticket=done.ticket,
-            first_tokens=[
-                pb.FirstToken(index=first.index, token=first.tokens[0])
-                for first in done.firsts
-                if not first.finish_reason
-            ],
-        )
-        await self.d.session.send(pb.DecodeCommand(submit=submit))
-
-    async def rest(self, name: str) -> tuple[list[int], Any]:
-        """All tokens that D sends, and the receipt of its first delta."""
-        tokens: list[int] = []
-        receipt: Any = None
-        while True:
-            delta = await self.d.answer(name)
-            receipt = receipt or delta.receipt
-            tokens += [token_from_wire(t).token_id for t in delta.tokens]
-            if delta.finish_reason:
-                return tokens, receipt
-
-    async def generate_choices(self, request: GenerationRequest) -> dict[int, list[int]]:
-        """All tokens of every choice."""
-        done = await self.prefill(request)
-        tokens = {first.index: [first.tokens[0].token_id] for first in done.firsts}
-        num_open = sum(not first.finish_reason for first in done.firsts)
-        if num_open:
-            await self.hand_over(request, done)
-        while num_open:
-            delta = await self.d.answer(request.request_id)
-            tokens[delta.index] += [token.token_id for token in delta.tokens]
-            num_open -= bool(delta.finish_reason)
-        return tokens
-
-    async def generate(self, request: GenerationRequest) -> tuple[list[int], Any]:
-        done = await self.prefill(request)
-        first = [t.token_id for t in done.firsts[0].tokens]
-        if done.firsts[0].finish_reason:
-            return first, done.firsts[0].receipt
-        await self.hand_over(request, done)
-        tokens, receipt = await self.rest(request.request_id)
-        return first + tokens, receipt
-
-
-def oracle(request: GenerationRequest) -> list[int]:
-    executor = FakeExecutor(BLOCK_SIZE)
-    tokens = [*request.prompt_token_ids, *request.output_token_ids]
-    while len(tokens) < len(request.prompt_token_ids) + request.sampling.max_tokens:
-        tokens.append(executor.next_token(tokens, request.sampling.seed))
-    return tokens[len(request.prompt_token_ids) + len(request.output_token_ids) :]
-
-
-def choice_of(request: GenerationRequest, index: int) -> GenerationRequest:
-    """One choice as the request of one choice that it is."""
-    sampling = replace(request.sampling, seed=choice_seed(request.sampling.seed, index))
-    return replace(request, n=1, index=index, sampling=sampling)
-
-
-@asynccontextmanager
-async def running(pair: Pair, *, leaks_expected: bool = False) -> AsyncIterator[Router]:
-    async with AsyncExitStack() as stack:
-        addresses = [await worker.start("127.0.0.1", 0) for worker in (pair.prefill, pair.decode)]
-        stack.push_async_callback(pair.prefill.stop)
-        stack.push_async_callback(pair.decode.stop)
-        lines = []
-        for stub, address in zip((PrefillWorkerStub, DecodeWorkerStub), addresses, strict=True):
-            channel = await stack.enter_async_context(open_channel(address, CLUSTER_TOKEN))
-            lines.append(Line(stub, channel))
-            await lines[-1].session.start()
-            stack.push_async_callback(lines[-1].session.close)
-        yield Router(*lines)
-        if not leaks_expected:
-            await pair.until_idle()
-    assert pair.directory.records == {}
-    if not leaks_expected:
-        pair.assert_no_block_is_lost()
+from rpc import open_channel, rpc_errors
 
 
 async def test_split_generation_gives_the_tokens_of_an_undivided_one() -> None:
@@ -253,9 +62,9 @@ async def test_request_of_one_token_never_leaves_the_prefill_worker() -> None:
     async with running(pair) as router:
         request = make_request()
         request = replace(request, sampling=replace(request.sampling, max_tokens=1))
-        done = await router.prefill(request)
+        done = await router.overlap(request)
         assert done.firsts[0].finish_reason == "length"
-        assert not done.HasField("ticket")
+        await pair.until_idle()
 
 
 async def test_second_run_of_a_prompt_fetches_only_what_is_not_cached() -> None:
@@ -418,7 +227,7 @@ async def test_lease_that_lapsed_before_the_hand_over_is_never_trusted(policy: O
     async with running(pair) as router:
         request = make_request()
         done = await router.prefill(request)
-        await until(lambda: _is_idle(pair.prefill))
+        await until(lambda: is_idle(pair.prefill))
         await router.hand_over(request, done)
         if policy is OnKvFailure.FAIL:
             with pytest.raises(LeaseExpired):
@@ -450,7 +259,7 @@ async def test_router_that_vanishes_during_the_read_leaves_nothing_behind() -> N
         await until(lambda: pair.decode.record().load.num_held == 1)
         await router.d.session.close()
         await until(lambda: pair.decode.record().load.num_held == 1)
-        assert not _is_idle(pair.decode)
+        assert not is_idle(pair.decode)
         pair.d.read_faults.resume()
         await pair.until_idle()
 
@@ -533,7 +342,8 @@ async def test_read_that_never_ends_makes_the_decode_worker_unfit() -> None:
     async with running(pair, leaks_expected=True) as router:
         with pytest.raises(TransferTimeout):
             await router.generate(make_request())
-        with pytest.raises(EngineFault):
+        await until(lambda: pair.decode.record().draining)
+        with pytest.raises(EngineFault, match=r"has not ended in 0\.2 s"):
             pair.decode.check_health()
         await refuses(router.d, DecodeWorkerStub, pair.decode)
 
@@ -573,6 +383,7 @@ async def test_graceful_stop_lets_requests_end() -> None:
         await until(lambda: pair.directory.records[D0].draining)
         with pytest.raises(WorkerUnavailable, match="shutting down"):
             await router.generate(make_request("late"))
+        await router.p.session.send(pb.PrefillCommand(release_ticket_id=router.last_ticket.ticket_id))
         tokens, _ = await router.rest("r")
         assert [t.token_id for t in first.tokens] + tokens == oracle(request)[1:]
         await stopping

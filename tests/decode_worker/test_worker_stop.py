@@ -6,7 +6,7 @@ import pytest
 from worker_fakes import CLUSTER_TOKEN, D0, FINGERPRINT, P0, MemoryDirectory, ScriptedEngine
 
 from decode_worker import DecodeWorker, DecodeWorkerConfig
-from kv_transfer import LoopbackNetwork, LoopbackTransport, PoolMemory
+from kv_transfer import LayoutReader, LoopbackNetwork, LoopbackTransport, PoolMemory
 from prefill_worker import PrefillWorker, PrefillWorkerConfig
 from protocol.errors import EngineFault, StartupError
 from protocol.ids import Role
@@ -29,7 +29,8 @@ class Bench:
     ) -> None:
         self.directory = directory or MemoryDirectory()
         self._network = LoopbackNetwork()
-        transport = LoopbackTransport(PoolMemory.allocate(4, 64), "agent", self._network)
+        memory = PoolMemory.allocate(4, 64)
+        transport = LoopbackTransport(memory, "agent", self._network)
         identity = P0 if role is Role.PREFILL else D0
         profile = WorkerProfile(identity, FINGERPRINT, 100, CLUSTER_TOKEN)
         self.worker: PrefillWorker | DecodeWorker
@@ -45,7 +46,7 @@ class Bench:
             self.worker = DecodeWorker(
                 profile=profile,
                 make_engine=engine,
-                transport=transport,
+                reader=LayoutReader(memory, FINGERPRINT, lambda memory, serial: transport),
                 directory=self.directory,
                 config=DecodeWorkerConfig(),
             )

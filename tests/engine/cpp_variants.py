@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.machine import find_compiler, read_cpu_flags
 from engine.ops.cpu import CpuOps
-from engine.ops.cpu.build import build_for, find_compiler
-from engine.ops.cpu.instruction_sets import InstructionSet, read_cpu_flags, usable
+from engine.ops.cpu.build import build_for
+from engine.ops.cpu.instruction_sets import InstructionSet, usable
 from engine.ops.cpu.library import Library
 
 CACHE_DIR = Path(__file__).parents[2] / ".pytest_cache" / "cpu-ops"

@@ -49,6 +49,7 @@ class Engine:
         *,
         make_executor: Callable[..., FakeExecutor] = FakeExecutor,
         make_roster: Callable[[SchedulerConfig], Roster] = Roster,
+        make_core: Callable[..., EngineCore] = EngineCore,
         **settings: object,
     ) -> None:
         defaults: dict[str, object] = {
@@ -59,7 +60,7 @@ class Engine:
         self.executor = make_executor(self.config.block_size, vocab_size)
         self.now_s = 0.0
         self.roster = make_roster(self.config)
-        self.core = EngineCore(self.config, self.executor, frozenset([EOS]), self._tick, self.roster)
+        self.core = make_core(self.config, self.executor, frozenset([EOS]), self._tick, self.roster)
         self.events: list[Event] = []
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, FinishReason] = {}
@@ -135,8 +136,18 @@ class Engine:
 
     # ---- Steps ----
 
-    def step(self) -> list[Event]:
-        return self._record(self.core.step())
+    def step(self, on_allocated: Callable[[BlocksAllocated], None] | None = None) -> list[Event]:
+        """`on_allocated` is called when blocks are told, which may be before the device starts."""
+        if on_allocated is None:
+            return self._record(self.core.step())
+
+        def tell(events: list[Event]) -> None:
+            for event in events:
+                self._note(event)
+                assert isinstance(event, BlocksAllocated)
+                on_allocated(event)
+
+        return self._record(self.core.step(announce=tell))
 
     def run(self, max_steps: int = 2000) -> None:
         """Step until nothing is left to do; a live-lock fails."""

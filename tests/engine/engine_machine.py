@@ -34,6 +34,7 @@ SETTINGS = st.fixed_dictionaries(
         "low_watermark": st.sampled_from([0.0, 0.1]),
         "high_watermark": st.sampled_from([0.1, 0.3]),
         "long_prefill_token_threshold": st.sampled_from([0, 4]),
+        "max_num_waiting": st.sampled_from([3, 20]),
         "ageing_tokens": st.sampled_from([1, 8]),
     }
 )
@@ -71,6 +72,12 @@ class AnyOrder(RuleBasedStateMachine):
     )
     def reserve(self, prompt: list[int], sampling: SamplingParams, **more: object) -> None:
         self.world.reserve(prompt, sampling, **more)  # type: ignore[arg-type]
+
+    @rule(prompts=st.lists(PROMPTS, min_size=2, max_size=4), sampling=SAMPLING, priority=PRIORITY)
+    def crowd(self, prompts: list[list[int]], sampling: SamplingParams, priority: int) -> None:
+        """Several at once, so that seats and blocks are scarce more often."""
+        for prompt in prompts:
+            self.world.add(prompt, sampling, priority=priority)
 
     @rule(pick=PICK, good=st.booleans())
     def fetch(self, pick: int, good: bool) -> None:
@@ -134,5 +141,6 @@ def machine_settings(num_runs: int, *, shrink: bool) -> settings:
         derandomize=True,
         database=None,
         phases=phases,
+        report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )

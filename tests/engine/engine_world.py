@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from engine_fairness import Fairness
 from engine_harness import EOS, Engine
 from stamped_executor import Stamp, StampedExecutor
 
 from engine.config import SchedulerConfig
-from engine.messages import FirstTokens
+from engine.core import EngineCore
+from engine.messages import BlocksAllocated, FirstTokens, TokensSampled
 from engine.roster import Roster
 from protocol.errors import InvalidRequest, Overloaded
 from protocol.generation import FinishReason, SamplingParams, choice_seed
@@ -67,6 +69,7 @@ class World:
         *,
         make_roster: Callable[[SchedulerConfig], Roster] = Roster,
         make_executor: Callable[..., StampedExecutor] = StampedExecutor,
+        make_core: Callable[..., EngineCore] = EngineCore,
         **settings: object,
     ) -> None:
         defaults: dict[str, object] = {
@@ -74,12 +77,19 @@ class World:
             "max_num_batched_tokens": 9, "num_host_blocks": 9, "block_size": BLOCK_SIZE,
         }  # fmt: skip
         self.engine = Engine(
-            VOCAB_SIZE, make_roster=make_roster, make_executor=make_executor, **{**defaults, **settings}
+            VOCAB_SIZE,
+            make_roster=make_roster,
+            make_executor=make_executor,
+            make_core=make_core,
+            **{**defaults, **settings},
         )
         executor = self.engine.executor
         assert isinstance(executor, StampedExecutor)
         self.executor = executor
+        self.fairness = Fairness(self.engine)
+        executor.on_plan = self.fairness.look_at
         self.requests: dict[str, Request] = {}
+        self._told: set[SequenceId] = set()
         self.invalidations: list[tuple[int, list[int], str | None]] = []
         self.num_requests = 0
         self.num_steps = 0
@@ -106,10 +116,11 @@ class World:
             rest = tokens[len(given) :]
             choices[i] = Choice(own, rest[:1] if hold else rest, reason)
         self._note(seq_id, Request([*prompt, *given], choices, salt, self.executor.now, hold))
+        refused = self.fairness.who_is_refused(seq_id, priority) if not given else None
         self.engine.add(
             seq_id, prompt, sampling, output=given, hold=hold, salt=salt, n=n, priority=priority
         )
-        self._forget_refused(seq_id)
+        self._forget_refused(refused)
 
     def reserve(
         self,
@@ -135,7 +146,7 @@ class World:
         )
         self._note(seq_id, request)
         self.engine.reserve(seq_id, prompt, sampling, output=given, n=n, cache_salt=salt, priority=priority)
-        self._forget_refused(seq_id)
+        self._forget_refused(None)
 
     def fetch(self, pick: int, *, good: bool = True) -> None:
         """A remote read ends: with the KV, or with garbage and a local recompute."""
@@ -203,7 +214,10 @@ class World:
     def step(self) -> None:
         num_plans = len(self.executor.plans)
         had_work = self.engine.core.has_work
-        self.engine.step()
+        self.fairness.before_step()
+        for event in self.engine.step(on_allocated=self._use_at_once):
+            if isinstance(event, TokensSampled):
+                self._check_cached(event)
         for seq_id, request in self._live().items():
             # One that starts over after an invalidation has no blocks; its reader hears of the new ones.
             if request.hold and self.engine.roster.groups[SequenceId(seq_id)][0].block_table:
@@ -261,6 +275,8 @@ class World:
                 self.engine.finished.pop(name, None)
             self.engine.allocated.pop(seq_id, None)
             self.engine.progress.pop(seq_id, None)
+            for index in request.choices:
+                self.executor.computed.pop((SequenceId(seq_id), index), None)
 
     # ---- Helpers ----
 
@@ -274,11 +290,27 @@ class World:
             if salt in (None, request.salt) and request.prompt[: len(head)] == head:
                 self.executor.not_before[SequenceId(seq_id)] = since
 
-    def _forget_refused(self, seq_id: str) -> None:
-        if (error := self.engine.failed.pop(seq_id, None)) is not None:
+    def _forget_refused(self, expected: str | None) -> None:
+        assert [*self.engine.failed] == ([expected] if expected else []), f"{expected} should be refused"
+        for seq_id, error in self.engine.failed.items():
             assert isinstance(error, Overloaded)
-            assert len(self.engine.roster.waiting) >= self.engine.config.max_num_waiting
             del self.requests[seq_id]
+        self.engine.failed.clear()
+
+    def _use_at_once(self, allocated: BlocksAllocated) -> None:
+        """A reader reads what is ready, or the first bytes of a read come; whatever the device does yet."""
+        request = self.requests[allocated.seq_id]
+        if request.hold:
+            self._verify_progress(allocated.seq_id)
+        else:
+            self._fill(allocated.seq_id, [7] * len(request.prompt), "garbage")
+
+    def _check_cached(self, event: TokensSampled) -> None:
+        """At a request's first token: what was computed here was not given by the cache."""
+        if event.seq_id not in self._told:
+            self._told.add(event.seq_id)
+            computed = self.executor.computed.get((event.seq_id, event.index), set())
+            assert computed.isdisjoint(range(event.num_cached_tokens)), "too many hits are told"
 
     def _end(self, seq_id: str) -> None:
         for choice in self.requests[seq_id].choices.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
@@ -30,14 +31,20 @@ class StampedExecutor(FakeExecutor):
         self.now = 0
         self.not_before: dict[SequenceId, int] = {}
         """Sequences that came after an invalidation that concerns them, and when that was."""
+        self.computed: dict[tuple[SequenceId, int], set[int]] = {}
+        """(sequence id, choice) -> positions that were ever computed here."""
+        self.on_plan: Callable[[StepPlan], None] = lambda plan: None
 
     def execute(self, plan: StepPlan) -> StepResult:
+        self.on_plan(plan)
         self._move_stamps(plan)
         stamps = [self._read(piece) for piece in plan.slices]
         result = super().execute(plan)
         for piece, stamp in zip(plan.slices, stamps, strict=True):
-            start = piece.sequence.num_computed
-            self.stamp(piece.sequence.block_table, start, start + piece.num_tokens, stamp)
+            sequence, start = piece.sequence, piece.sequence.num_computed
+            self.stamp(sequence.block_table, start, start + piece.num_tokens, stamp)
+            computed = self.computed.setdefault((sequence.seq_id, sequence.index), set())
+            computed.update(range(start, start + piece.num_tokens))
         return result
 
     def stamp(self, block_table: Items[BlockId], start: int, stop: int, stamp: Stamp) -> None:

@@ -24,6 +24,10 @@ def cache_all(pool: BlockPool, block_ids: list[BlockId], keys: list[BlockKey]) -
         pool.cache(block_id, key)
 
 
+def cached(pool: BlockPool, keys: list[BlockKey]) -> list[BlockId]:
+    return pool.cached_prefix(keys).block_ids
+
+
 def test_every_block_but_the_null_block_is_handed_out_once() -> None:
     pool = BlockPool(9)
     block_ids = pool.allocate(8)
@@ -71,14 +75,39 @@ def test_caching_an_unreferenced_block_is_a_fault() -> None:
         BlockPool(4).cache(BlockId(1), chain((1, 2))[0])
 
 
+def test_a_prefix_that_is_asked_for_again_follows_the_cache() -> None:
+    pool = BlockPool(5)
+    keys = chain((1, 2), (3, 4), (5, 6))
+    block_ids = pool.allocate(3)
+    cache_all(pool, block_ids[:1], keys[:1])
+    assert cached(pool, keys) == block_ids[:1]
+    cache_all(pool, block_ids[1:], keys[1:])
+    assert cached(pool, keys) == block_ids
+    assert pool.cached_prefix(keys).num_idle == 0
+    pool.free(block_ids)
+    assert pool.cached_prefix(keys).num_idle == 3
+    pool.share(block_ids[:1])
+    assert pool.cached_prefix(keys).num_idle == 2
+    others = pool.allocate(2)  # one was blank, the other one is the tail, which goes first
+    assert cached(pool, keys) == block_ids[:2]
+    assert pool.cached_prefix(keys).num_idle == 1
+    cache_all(pool, others[1:], keys[2:])
+    assert cached(pool, keys) == [*block_ids[:2], others[1]]
+    assert pool.cached_prefix(keys).num_idle == 1
+    pool.uncache(block_ids[0])
+    assert cached(pool, keys) == []
+    assert pool.cached_prefix(keys).num_idle == 0
+    pool.check_integrity()
+
+
 def test_the_longest_cached_prefix_is_found() -> None:
     pool = BlockPool(9)
     keys = chain((1, 2), (3, 4), (5, 6))
     block_ids = pool.allocate(3)
     cache_all(pool, block_ids[:2], keys[:2])
-    assert pool.cached_prefix(keys) == block_ids[:2]
-    assert pool.cached_prefix(chain((1, 2), (9, 9), (5, 6))) == block_ids[:1]
-    assert pool.cached_prefix(chain((3, 4))) == []
+    assert cached(pool, keys) == block_ids[:2]
+    assert cached(pool, chain((1, 2), (9, 9), (5, 6))) == block_ids[:1]
+    assert cached(pool, chain((3, 4))) == []
 
 
 def test_a_gap_ends_the_prefix() -> None:
@@ -87,7 +116,7 @@ def test_a_gap_ends_the_prefix() -> None:
     block_ids = pool.allocate(3)
     pool.cache(block_ids[0], keys[0])
     pool.cache(block_ids[2], keys[2])
-    assert pool.cached_prefix(keys) == block_ids[:1]
+    assert cached(pool, keys) == block_ids[:1]
 
 
 def test_a_hash_collision_is_a_miss() -> None:
@@ -97,9 +126,9 @@ def test_a_hash_collision_is_a_miss() -> None:
     pool.cache(pool.allocate(1)[0], real)
     other_tokens = real._replace(packed_token_ids=chain((7, 8))[0].packed_token_ids)
     other_parent = real._replace(parent_hash=BlockHash(b"elsewhere"))
-    assert pool.cached_prefix([other_tokens]) == []
-    assert pool.cached_prefix([other_parent]) == []
-    assert len(pool.cached_prefix([real])) == 1
+    assert cached(pool, [other_tokens]) == []
+    assert cached(pool, [other_parent]) == []
+    assert len(cached(pool, [real])) == 1
 
 
 def test_the_first_block_of_a_content_wins_and_its_twin_becomes_blank() -> None:
@@ -108,11 +137,11 @@ def test_the_first_block_of_a_content_wins_and_its_twin_becomes_blank() -> None:
     first, twin = pool.allocate(2)
     pool.cache(first, key)
     pool.cache(twin, key)
-    assert pool.cached_prefix([key]) == [first]
+    assert cached(pool, [key]) == [first]
     pool.free([twin])
     pool.free([first])
     assert pool.num_cached == 1
-    assert pool.cached_prefix([key]) == [first]
+    assert cached(pool, [key]) == [first]
     pool.assert_idle()
 
 
@@ -125,7 +154,7 @@ def test_freed_cached_blocks_stay_until_their_room_is_needed() -> None:
     assert pool.num_free == 4
     others = pool.allocate(2)
     assert set(others).isdisjoint(block_ids)
-    assert pool.cached_prefix(keys) == block_ids
+    assert cached(pool, keys) == block_ids
 
 
 def test_a_tail_is_evicted_before_its_head() -> None:
@@ -136,7 +165,7 @@ def test_a_tail_is_evicted_before_its_head() -> None:
     pool.free(block_ids)
     for num_left in (2, 1, 0):
         pool.allocate(1)
-        assert pool.cached_prefix(keys) == block_ids[:num_left]
+        assert cached(pool, keys) == block_ids[:num_left]
         pool.check_integrity()
 
 
@@ -151,8 +180,8 @@ def test_the_least_recently_used_sequence_is_evicted_first() -> None:
     pool.share(old_ids)  # used again: now the other one is older
     pool.free(old_ids)
     pool.allocate(2)
-    assert pool.cached_prefix(old) == old_ids
-    assert pool.cached_prefix(new) == []
+    assert cached(pool, old) == old_ids
+    assert cached(pool, new) == []
 
 
 def test_a_block_in_use_is_never_evicted() -> None:
@@ -189,8 +218,8 @@ def test_what_is_forgotten_goes_with_all_that_follows_it() -> None:
     pool.free(stem_ids[1:])
     dropped = pool.forget(lambda key: key.packed_token_ids == stem[0].packed_token_ids)
     assert sorted(dropped) == sorted([*stem_ids, *branch_id])
-    assert pool.cached_prefix(stem) == []
-    assert pool.cached_prefix(other) == other_ids
+    assert cached(pool, stem) == []
+    assert cached(pool, other) == other_ids
     pool.check_integrity()
     pool.free([stem_ids[0], *branch_id, *other_ids])
     assert pool.num_cached == 1
@@ -205,7 +234,7 @@ def test_forgotten_blocks_do_not_come_back_with_the_block_before_them() -> None:
     pool.forget(lambda key: True)
     (new_id,) = pool.allocate(1)
     pool.cache(new_id, keys[0])
-    assert pool.cached_prefix(keys) == [new_id]
+    assert cached(pool, keys) == [new_id]
 
 
 def test_a_block_is_not_cached_when_the_one_before_it_is_not() -> None:

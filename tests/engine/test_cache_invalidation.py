@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine_harness import Engine, greedy
 
-from engine import CacheInvalidated
+from engine import CacheInvalidated, TokensSampled
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19]
 OTHER = [31, 32, 33, 34, 35, 36, 37, 38, 39]
@@ -161,3 +161,62 @@ def test_the_answer_names_those_that_are_held_with_stale_kv() -> None:
     for name in "abc":
         engine.release(name)
     engine.core.assert_idle()
+
+
+# ---- What counts as cached ----
+
+
+def hits_told(engine: Engine, seq_id: str) -> set[int]:
+    return {
+        e.num_cached_tokens for e in engine.events if isinstance(e, TokensSampled) and e.seq_id == seq_id
+    }
+
+
+def test_what_a_prefill_computes_anew_after_an_invalidation_was_not_cached() -> None:
+    engine = Engine(max_num_batched_tokens=8)
+    engine.add("warm", PROMPT, greedy(1))
+    engine.run()
+    engine.add("a", [*PROMPT, *[7] * 20], greedy(5), hold=True)
+    engine.step()
+    engine.invalidate()
+    engine.run()
+    assert engine.allocated["a"].num_cached_tokens == 0
+    assert hits_told(engine, "a") == {0}
+
+
+def test_what_is_cached_again_by_others_meanwhile_counts() -> None:
+    engine = Engine(max_num_batched_tokens=8, max_num_seqs=2, policy="priority")
+    engine.add("warm", PROMPT, greedy(1))
+    engine.run()
+    engine.add("a", [*PROMPT, *[7] * 20], greedy(5), hold=True)
+    engine.step()
+    engine.invalidate()
+    engine.add("b", PROMPT, greedy(1), priority=-1)
+    engine.add("c", OTHER, greedy(1), priority=-1)
+    engine.run()
+    assert hits_told(engine, "a") == {8}
+
+
+def test_a_prefix_that_is_lost_before_the_first_token_was_not_cached() -> None:
+    """The prefill is preempted, and its blocks are evicted."""
+    engine = Engine(num_blocks=17, max_num_batched_tokens=8, policy="priority")
+    engine.add("warm", PROMPT, greedy(1))
+    engine.run()
+    engine.add("a", [*PROMPT, *[7] * 20], greedy(5), priority=1)
+    engine.step()
+    engine.add("urgent", list(range(100, 158)), greedy(5))
+    engine.run()
+    assert engine.core.stats().num_preemptions == 1
+    assert hits_told(engine, "a") == {0}
+
+
+def test_a_prefix_that_is_lost_after_the_first_token_was_cached() -> None:
+    engine = Engine(num_blocks=17, policy="priority")
+    engine.add("warm", PROMPT, greedy(1))
+    engine.run()
+    engine.add("a", [*PROMPT, *[7] * 20], greedy(5), priority=1)
+    engine.step()
+    engine.add("urgent", list(range(100, 158)), greedy(5))
+    engine.run()
+    assert engine.core.stats().num_preemptions == 1
+    assert hits_told(engine, "a") == {8}

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.machine import find_compiler, read_cpu_flags
 from engine.ops.cpu import CpuOps
-from engine.ops.cpu.build import build, build_for, find_compiler
-from engine.ops.cpu.instruction_sets import INSTRUCTION_SETS, InstructionSet, read_cpu_flags, usable
+from engine.ops.cpu.build import build, build_for
+from engine.ops.cpu.instruction_sets import INSTRUCTION_SETS, InstructionSet, usable
 from protocol.errors import StartupError
 
 ALL_FLAGS = frozenset().union(*(s.cpu_flags for s in INSTRUCTION_SETS))

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from cpp_variants import CACHE_DIR
 
-from engine.ops.cpu.build import build_for, find_compiler
-from engine.ops.cpu.instruction_sets import InstructionSet, read_cpu_flags, usable
+from engine.machine import find_compiler, read_cpu_flags
+from engine.ops.cpu.build import build_for
+from engine.ops.cpu.instruction_sets import InstructionSet, usable
 
 HERE = Path(__file__).parent
 SANITIZED = ("-fsanitize=address", "-fno-omit-frame-pointer", "-O1", "-g")

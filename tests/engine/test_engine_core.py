@@ -20,7 +20,7 @@ from engine.messages import (
     TokensSampled,
 )
 from engine.plan import StepPlan, StepResult
-from protocol.errors import EngineFault, InvalidRequest, Overloaded
+from protocol.errors import EngineFault, InvalidRequest
 from protocol.generation import FinishReason, SamplingParams, Token
 from protocol.ids import SequenceId
 
@@ -158,21 +158,6 @@ def test_a_held_sequence_needs_room_for_its_prompt_only() -> None:
     assert len(engine.tokens["a"]) == 1
     engine.release("a")
     engine.core.assert_idle()
-
-
-def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
-    engine = Engine(max_num_waiting=2, max_num_seqs=1, overload_retry_after_s=2.5)
-    engine.add("a", PROMPT)
-    engine.step()
-    engine.add("b", PROMPT)
-    engine.reserve("c", PROMPT)
-    for refuse in (lambda: engine.add("d", PROMPT), lambda: engine.reserve("e", PROMPT)):
-        (event,) = refuse()
-        assert isinstance(event, SequenceFailed)
-        assert isinstance(event.error, Overloaded)
-        assert event.error.retry_after_s == 2.5
-    assert engine.core.stats().num_waiting == 1
-    assert engine.core.stats().num_reserving == 1
 
 
 def test_an_id_in_use_is_refused_and_its_owner_goes_on() -> None:

@@ -165,9 +165,33 @@ def test_a_long_prefill_leaves_room_for_those_that_wait() -> None:
     assert engine.tokens["long"] == engine.expected(prompt(40), 2)
 
 
-def test_two_long_prefills_are_both_bounded() -> None:
+def test_of_two_long_prefills_the_first_leaves_room_and_the_last_takes_the_rest() -> None:
     engine = Engine(max_num_batched_tokens=16, long_prefill_token_threshold=6)
     engine.add("a", prompt(40), greedy(1))
     engine.add("b", prompt(40, 50), greedy(1))
+    for _ in range(2):
+        engine.step()
+        assert engine.last_plan == [("a", 6), ("b", 10)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "waits"),
+    [
+        ({"max_num_seqs": 1}, 4),
+        ({"num_blocks": 51}, 24),
+        ({"low_watermark": 0.5, "high_watermark": 0.9}, 4),
+    ],
+    ids=["seat", "blocks", "watermark"],
+)
+def test_a_long_prefill_leaves_nothing_to_one_that_gets_in_neither_way(
+    settings: dict[str, object], waits: int
+) -> None:
+    engine = Engine(max_num_batched_tokens=32, long_prefill_token_threshold=4, **settings)
+    engine.add("long", prompt(190), greedy(1))
     engine.step()
-    assert engine.last_plan == [("a", 6), ("b", 6)]
+    engine.add("waits", prompt(waits, 50), greedy(1))
+    for _ in range(4):
+        engine.step()
+        assert engine.last_plan == [("long", 32)]
+    engine.run()
+    assert {*engine.finished} == {"long", "waits"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.prefix_hash import BlockKey, block_key, extend_block_keys, root_hash
+from engine.prefix_hash import BlockHash, BlockKey, block_key, extend_block_keys, root_hash
 
 
 def keys_of(token_ids: list[int], num_blocks: int, salt: str = "") -> list[BlockKey]:
@@ -24,6 +24,13 @@ def test_different_salts_share_no_name() -> None:
     assert {key.block_hash for key in plain}.isdisjoint(key.block_hash for key in salted)
 
 
+def test_no_salt_is_made_like_a_block() -> None:
+    """Or else blocks under that salt would be taken for those that follow the block."""
+    parent = BlockHash(b"a hash, and text")
+    key = block_key(parent, [65, 66, 67, 68])
+    assert root_hash((parent + key.packed_token_ids).decode()) != key.block_hash
+
+
 def test_a_chain_that_grows_in_pieces_equals_one_made_at_once() -> None:
     tokens = list(range(12))
     keys = keys_of(tokens, 1)
@@ -34,4 +41,4 @@ def test_a_chain_that_grows_in_pieces_equals_one_made_at_once() -> None:
 def test_names_are_the_same_in_every_process() -> None:
     """They may travel between workers, so they must not depend on Python's string hash seed."""
     key = block_key(root_hash("tenant"), [1, 2, 3, 4])
-    assert key.block_hash.hex() == "6e39b94d4a4747586c42af3282406d74"
+    assert key.block_hash.hex() == "b48c8ef5f735d9c1eaae7a1c1a836b2a"

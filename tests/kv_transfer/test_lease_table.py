@@ -8,12 +8,11 @@ import pytest
 
 from kv_transfer import LeaseTable
 from protocol.errors import EngineFault
-from protocol.handoff import LeaseStatus, Verdict
+from protocol.handoff import NOT_HELD, LeaseStatus, Verdict
 from protocol.ids import TicketId
 
 T1, T2, T3 = TicketId("t1"), TicketId("t2"), TicketId("t3")
 A, B = "reader a", "reader b"
-NOT_HELD = LeaseStatus(held=False, tokens_ready=0, lease_s=0.0)
 
 
 class Clock:

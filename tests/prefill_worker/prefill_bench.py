@@ -24,13 +24,13 @@ from engine import (
 )
 from engine.fake_executor import FakeExecutor
 from prefill_worker.checksums import Checksum
-from prefill_worker.holder import Holder, Released
+from prefill_worker.holder import Holder
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.session import PrefillSession
 from protocol.codec import failure_from_wire, request_to_wire, ticket_from_wire
 from protocol.errors import SplitserveError
 from protocol.generation import FinishReason, GenerationRequest, Token
-from protocol.handoff import LeaseStatus, Ticket, Verdict
+from protocol.handoff import LeaseStatus, Released, Ticket, Verdict
 from protocol.ids import BlockId, SequenceId
 from protocol.ports import Clock
 from protocol.wire import splitserve_pb2 as pb

@@ -12,9 +12,9 @@ from virtual_time import virtual_time
 
 from engine import PrefillProgressed, ReleaseSequence
 from prefill_worker.checksums import Checksums
-from prefill_worker.holder import ORPHAN_GRACE_S, Released
+from prefill_worker.holder import ORPHAN_GRACE_S
 from protocol.errors import InvalidRequest, LayoutMismatch
-from protocol.handoff import Verdict
+from protocol.handoff import Released, Verdict
 from protocol.ids import BlockId, TicketId
 
 LIMIT_S = 10.0

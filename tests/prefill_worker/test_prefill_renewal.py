@@ -12,10 +12,8 @@ from virtual_time import settle, virtual_time
 
 from engine import PrefillProgressed, ReleaseSequence
 from prefill_worker.holder import MAX_RENEW_WAIT_S, ORPHAN_GRACE_S
-from protocol.handoff import LeaseStatus, Ticket, Verdict
+from protocol.handoff import NOT_HELD, LeaseStatus, Ticket, Verdict
 from protocol.ids import SequenceId
-
-NOT_HELD = LeaseStatus(held=False, tokens_ready=0, lease_s=0.0)
 
 
 async def computing(bench: ScriptedBench) -> tuple[SequenceId, Ticket]:

@@ -11,6 +11,7 @@ import httpx
 import tokenizers
 from fastapi import FastAPI
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from virtual_time import settle
 
 from protocol.generation import GenerationRequest
 from protocol.ids import Role
@@ -180,6 +181,7 @@ async def bench(
             worker.tickets.clear()
             worker.num_first_tokens.clear()
         yield running
+        await settle()  # a canary that has its last token
         router.assert_idle()
         cluster.assert_idle()
     finally:

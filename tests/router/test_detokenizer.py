@@ -89,6 +89,30 @@ def test_stop_strings_are_cut_however_the_text_is_split(splits: list[str], stop:
     assert (out, was_matched) == reference_cut("".join(splits), stop)
 
 
+@given(
+    st.lists(st.tuples(st.text(alphabet="ab", max_size=3), st.booleans()), max_size=10),
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3),
+)
+def test_a_stop_string_may_begin_but_not_end_where_none_may_end(
+    splits: list[tuple[str, bool]], stop: list[str]
+) -> None:
+    """Regression: with `min_tokens`, one that began among the first tokens was never found."""
+    matcher = StopMatcher(stop)
+    out, text, expected = "", "", None
+    for split, may_end in splits:
+        for end in range(len(text) + 1, len(text) + len(split) + 1):
+            ending = [s for s in stop if (text + split)[:end].endswith(s)]
+            if ending and may_end and expected is None:
+                expected = (text + split)[: end - max(map(len, ending))]
+        text += split
+        out += matcher.push(split, may_end)
+    was_matched = matcher.is_matched
+    out += matcher.flush()
+    assert was_matched == (expected is not None)
+    assert len(out) <= len(text)
+    assert out == text if expected is None else text.startswith(out) and len(out) >= len(expected)
+
+
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
     matcher = StopMatcher(["\n\nUser:"])
     assert matcher.push("hello\n") == "hello"

@@ -235,7 +235,7 @@ async def test_failing_handoffs_make_the_service_not_ready() -> None:
     async with bench(num_decode=0, num_retries=0) as running, running.client() as client:
         worker = running.cluster.add_worker(Role.DECODE)
         worker.failures = [LayoutMismatch("no way")] * 5
-        await running.until(lambda: len(worker.failures) < 5)
+        await running.until(lambda: "failed" in (running.router.not_ready_because() or ""))
         answer: httpx.Response = await client.get("/ready")
         assert answer.status_code == 503
         assert answer.json()["reason"] == "the last hand-off failed: no way"

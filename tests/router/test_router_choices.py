@@ -155,23 +155,34 @@ async def test_logprobs_belong_to_their_choice() -> None:
             assert choice["logprobs"]["text_offset"] == list(range(len(text) + 1))
 
 
-async def test_choice_that_ends_with_its_first_token_never_reaches_a_decode_worker() -> None:
+async def test_choice_that_ends_with_its_first_token_does_not_go_on_at_a_decode_worker() -> None:
     async with choices_bench() as running:
         running.decode.num_until_pause = 0
         task = asyncio.create_task(texts_of(running, request(running)))
-        await running.until(lambda: bool(running.decode.requests))
+        await running.until(lambda: bool(running.decode.num_first_tokens))
         assert running.decode.num_first_tokens == [4]
         running.decode.resume()
         assert await task == list(TEXTS)
 
 
-async def test_choices_of_one_token_need_no_decode_worker_and_no_ticket() -> None:
+async def test_choices_of_one_token_need_no_decode_worker() -> None:
     async with choices_bench() as running, running.client() as client:
         answer = (await client.post("/v1/completions", json=body(max_tokens=1))).json()
         assert [c["text"] for c in answer["choices"]] == [text[:1] for text in TEXTS]
         assert answer["usage"]["completion_tokens"] == 5
         assert running.decode.requests == []
-        assert running.prefill.tickets == []
+        assert running.prefill.held == {}
+
+
+async def test_decode_worker_is_told_when_all_choices_ended_with_their_first_token() -> None:
+    async with bench(texts=lambda asked: "canary" if asked.sampling.ignore_eos else "") as running:
+        running.prefill.num_until_pause = 0
+        task = asyncio.create_task(texts_of(running, request(running, n=2)))
+        await running.until(lambda: bool(running.decode.requests))
+        running.prefill.resume()
+        assert await task == ["", ""]
+        assert running.decode.aborted == [running.decode.requests[0].request_id]
+        assert running.prefill.released == []  # its owner knows that by itself
 
 
 async def test_stop_string_of_one_choice_aborts_that_choice_alone() -> None:
@@ -198,7 +209,22 @@ async def test_stop_strings_of_all_choices_end_the_request() -> None:
         assert len(running.decode.aborted) == 1  # with the last choice the whole request
 
 
-@pytest.mark.parametrize("num_before", [0, 1, 2, 3, 4, 7, 11])
+async def test_group_whose_decode_worker_dies_before_its_first_delta_stays_together() -> None:
+    async with choices_bench(num_decode=2) as running:
+        first, second = running.workers(Role.DECODE)
+        first.is_reading = second.is_reading = True
+        task = asyncio.create_task(texts_of(running, request(running)))
+        await running.until(lambda: bool(first.num_first_tokens or second.num_first_tokens))
+        used, other = (first, second) if first.requests else (second, first)
+        other.is_reading = False
+        used.kill()
+        assert await task == list(TEXTS)
+        assert [(leg.n, leg.output_token_ids) for leg in other.requests] == [(5, ())]
+        assert other.num_first_tokens == [4]
+        assert len(running.prefill.requests) == 1
+
+
+@pytest.mark.parametrize("num_before", [1, 2, 3, 4, 7, 11])
 async def test_choices_go_on_one_by_one_when_their_decode_worker_dies(num_before: int) -> None:
     async with choices_bench(num_decode=2) as running:
         first, second = running.workers(Role.DECODE)
@@ -222,7 +248,7 @@ async def test_choices_go_on_one_by_one_when_their_decode_worker_dies(num_before
 
 
 async def test_group_that_nobody_has_heard_of_yet_is_tried_again_as_a_group() -> None:
-    async with choices_bench(num_prefill=2) as running:
+    async with choices_bench(num_prefill=2, local_prefill_on_failure=False) as running:
         for worker in running.workers(Role.PREFILL):
             worker.failures = [LeaseExpired("restarting")]
         assert await texts_of(running, request(running)) == list(TEXTS)
@@ -246,6 +272,7 @@ async def test_choice_that_was_dropped_is_not_resumed() -> None:
     async with choices_bench(num_decode=2) as running:
         task = asyncio.create_task(_all_but_the_third(running))
         await running.until(lambda: any(w.aborted_choices for w in running.workers(Role.DECODE)))
+        await running.until(lambda: any(w.num_until_pause == 0 for w in running.workers(Role.DECODE)))
         used = next(w for w in running.workers(Role.DECODE) if w.requests)
         other = next(w for w in running.workers(Role.DECODE) if not w.requests)
         used.kill()
@@ -257,7 +284,7 @@ async def test_choice_that_was_dropped_is_not_resumed() -> None:
 async def _all_but_the_third(running: Bench) -> set[int]:
     """Drop choice 2 at its first token; returns which choices ended."""
     for worker in running.workers(Role.DECODE):
-        worker.num_until_pause = 0
+        worker.num_until_pause = 1
     ended = set()
     async with aclosing(running.router.orchestrator.generate(request(running))) as deltas:
         async for delta in deltas:
@@ -270,20 +297,21 @@ async def _all_but_the_third(running: Bench) -> set[int]:
 
 async def test_choice_can_be_dropped_while_it_goes_on_by_itself() -> None:
     async with choices_bench() as running:
-        running.decode.num_until_pause = 2
+        running.decode.num_until_pause = 1
         deltas = running.router.orchestrator.generate(request(running))
         async with aclosing(deltas):
-            for _ in range(5):
+            for _ in range(5 + 1):
                 await anext(deltas)
+            await running.until(lambda: running.decode.num_until_pause == 0)
             running.decode.kill()
             replacement = running.cluster.add_worker(Role.DECODE)
             replacement.num_until_pause = 0
             received = asyncio.create_task(_collect(deltas))
-            await running.until(lambda: len(replacement.running) == 4)
+            # The last choice ends with the token that its prefill worker samples.
+            await running.until(lambda: len(replacement.requests) == 4 and len(replacement.running) == 3)
             deltas.drop(0)
-            await running.until(lambda: len(replacement.running) == 3)
-            assert len(replacement.aborted) == 1
-            assert "/0" in replacement.aborted[0]
+            await running.until(lambda: len(replacement.running) == 2)
+            assert "/0" in replacement.aborted[-1]
             replacement.resume()
             assert await received == {1, 2, 4}
 
@@ -314,13 +342,14 @@ async def test_end_of_a_parted_request_aborts_every_choice(ends_by: str) -> None
         running.decode.kill()
         replacement = running.cluster.add_worker(Role.DECODE)
         replacement.num_until_pause = 0
-        await running.until(lambda: len(replacement.running) == 3)  # "yz" ends with its next token
+        # "yz" ends with the token that its prefill worker samples.
+        await running.until(lambda: len(replacement.requests) == 4 and len(replacement.running) == 3)
         if ends_by == "close":
             task.cancel()
         with pytest.raises((asyncio.CancelledError, DeadlineExceeded)):
             await task
         assert replacement.running == []
-        assert len(replacement.aborted) == 3
+        assert len(replacement.aborted) == 4
 
 
 async def test_answer_with_the_wrong_choices_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:

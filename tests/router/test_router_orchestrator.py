@@ -51,16 +51,19 @@ async def test_stream_goes_on_elsewhere_when_its_decode_worker_dies(num_before: 
         task = asyncio.create_task(text_of(running, request(running)))
         await running.until(lambda: bool(first.requests or second.requests))
         used, other = (first, second) if first.requests else (second, first)
-        await running.until(lambda: used.num_until_pause == 0)
+        await running.until(lambda: used.num_until_pause == 0 and not running.prefill.held)
         other.num_until_pause = None
         used.kill()
         assert await task == TEXT
-        resumed = other.requests[0]
+        resumed = other.requests[-1]
         assert len(resumed.output_token_ids) == num_before + 1
         assert resumed.sampling == used.requests[0].sampling
-        assert resumed.request_id == used.requests[0].request_id + ".1"
-        assert running.prefill.requests[1] == resumed
-        assert running.prefill.released == running.prefill.tickets[:1]
+        # One that died between its verdict and its first token leaves a ticket that is used up.
+        num_offers = 2 if num_before == 0 else 1
+        assert len(other.requests) == num_offers
+        assert resumed.request_id == used.requests[0].request_id + f".{num_offers}"
+        prefilled = running.prefill.requests[1]
+        assert replace(prefilled, deadline_s=resumed.deadline_s) == resumed
 
 
 async def test_request_waits_for_the_replacement_of_the_only_decode_worker() -> None:
@@ -89,7 +92,7 @@ async def test_prefill_worker_that_dies_is_replaced_by_another() -> None:
 
 @pytest.mark.parametrize("role", list(Role))
 async def test_retryable_failure_goes_to_another_worker_first(role: Role) -> None:
-    async with bench(TEXT, num_prefill=2, num_decode=2) as running:
+    async with bench(TEXT, num_prefill=2, num_decode=2, local_prefill_on_failure=False) as running:
         workers = running.workers(role)
         for worker in workers:
             worker.failures = [LeaseExpired("gone")]
@@ -108,7 +111,7 @@ async def test_same_worker_is_tried_again_when_it_is_the_only_one() -> None:
 
 
 async def test_retries_are_bounded() -> None:
-    async with bench(TEXT, num_retries=2) as running:
+    async with bench(TEXT, num_retries=2, local_prefill_on_failure=False) as running:
         running.prefill.failures = [LeaseExpired(f"number {n}") for n in range(5)]
         with pytest.raises(LeaseExpired, match="number 2"):
             await text_of(running, request(running))

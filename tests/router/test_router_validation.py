@@ -115,8 +115,8 @@ TEXT_ONLY: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": [[]]}, "prompt"),
-    ({"prompt": ["a", "b"]}, "prompt"),
-    ({"prompt": [[1], [2]]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [[1], []]}, "prompt"),
     ({"prompt": [1, "a"]}, "prompt"),
     ({"prompt": [True]}, "prompt"),
     ({"prompt": [1.0]}, "prompt"),
@@ -365,3 +365,19 @@ async def test_token_that_is_biased_twice_is_refused() -> None:
     async with bench() as running, running.client() as client:
         answer = await client.post("/v1/completions", json=TEXT | {"logit_bias": {"05": 1, "5": -1}})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logit_bias")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("tools", [{"type": "function"}], "tools are not supported"),
+        ("response_format", {"type": "json_object"}, 'response_format: only {"type": "text"} is supported'),
+        ("tool_choice", "required", 'tool_choice: only "none" or "auto" is supported'),
+        ("length_penalty", 2, "length_penalty: only 1 is supported"),
+        ("reasoning_effort", "low", "reasoning_effort is not supported"),
+    ],
+)
+async def test_what_is_not_supported_is_refused_in_plain_words(field: str, value: Any, says: str) -> None:
+    async with bench() as running, running.client() as client:
+        answer = await client.post("/v1/chat/completions", json=CHAT | {field: value})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, says)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -67,14 +68,14 @@ async def stack(num_decode: int = 1, num_prefill: int = 1, **scheduler: Any) -> 
         DecodeWorker(
             profile=profile(identity, FINGERPRINT),
             make_engine=station.engine,
-            transport=station.transport,
+            reader=station.reader(FINGERPRINT),
             directory=directory,
             config=DecodeWorkerConfig(),
         )
         for identity, station in zip(identities, stations[num_prefill:], strict=True)
     ]
     router = Router(
-        settings=replace(SETTINGS, metrics_timeout_s=5.0),
+        settings=replace(SETTINGS, metrics_timeout_s=5.0, prefill_grace_s=0.1),
         directory=directory,
         tokenizer=byte_level_tokenizer(),
         served_model_name=MODEL,
@@ -240,3 +241,39 @@ async def test_requests_go_on_elsewhere_when_an_engine_breaks(broken: int) -> No
             assert answer.json()["choices"][0]["token_ids"] == oracle(0, 40)
         members = running.router.workers
         assert len(members.prefill_workers()) + len(members.decode_workers()) == 3
+
+
+async def test_decode_workers_go_on_alone_when_the_prefill_worker_is_gone() -> None:
+    async with stack() as running:
+        await running.prefill.stop()
+        await until(lambda: not running.router.workers.prefill_workers())
+        answer = (await running.complete(n=3, max_tokens=40)).json()
+        for choice in answer["choices"]:
+            assert choice["token_ids"] == oracle(choice["index"], 40)
+        health = await running.client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (200, "degraded")
+
+
+async def test_more_requests_than_the_pool_holds_wait_for_credit_and_all_come_through() -> None:
+    async with stack() as running:
+        answers = await asyncio.gather(*(running.complete(max_tokens=20) for _ in range(25)))
+        assert [answer.json()["choices"][0]["token_ids"] for answer in answers] == [oracle(0, 20)] * 25
+        page = (await running.client.get("/metrics")).text
+        assert "splitserve_request_retries_total{" not in page
+        (waits,) = re.findall(r"splitserve_request_credit_wait_seconds_count (\S+)", page)
+        assert float(waits) > 0
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 5])
+async def test_stream_is_right_when_its_decode_worker_stops_at_any_step(num_steps: int) -> None:
+    async with stack(num_decode=2) as running:
+        for station in running.stations:
+            station.gate_s = 0.01
+        task = asyncio.create_task(running.complete(max_tokens=40, logprobs=1))
+        await until(lambda: any(station.core.live_sequence_ids for station in running.stations[1:]))
+        used = next(i for i, station in enumerate(running.stations[1:]) if station.core.live_sequence_ids)
+        await asyncio.sleep(num_steps * 0.01)
+        await running.decodes[used].stop()
+        choice = (await task).json()["choices"][0]
+        assert choice["token_ids"] == oracle(0, 40)
+        assert len(choice["logprobs"]["token_logprobs"]) == 40

@@ -19,7 +19,7 @@ from protocol import codec
 from protocol.errors import EngineFault, WorkerUnavailable
 from protocol.generation import FinishReason, GenerationRequest, SamplingParams, Token, TokenDelta
 from protocol.handoff import Ticket
-from protocol.ids import BlockId, RequestId, Role, TicketId
+from protocol.ids import BlockId, RequestId, Role, TicketId, WorkerId, WorkerIdentity
 from protocol.membership import Load, WorkerRecord
 from protocol.wire import splitserve_pb2 as pb
 from protocol.wire.splitserve_pb2_grpc import (
@@ -35,6 +35,7 @@ from router.workers import WorkerSet
 from rpc import AdminService, FrameOutbox, RunningServer, run_session, start_server
 
 SLOW = replace(SETTINGS, poll_interval_s=0.5, absent_grace_s=5.0, reconnect_backoff_s=0.2)
+TICKET = Ticket(TicketId("t"), WorkerIdentity(WorkerId("p"), "i"), "host:1", (BlockId(1),), 2, 2, 10.0)
 REQUEST = GenerationRequest(RequestId("r"), (1, 2), SamplingParams(max_tokens=4))
 
 
@@ -149,11 +150,11 @@ async def test_frame_that_makes_no_sense_fails_the_requests_there() -> None:
     worker.num_until_pause = 0
     async with worker_set(cluster) as workers:
         await asyncio.sleep(0.1)
-        task = asyncio.create_task(workers.prefill_workers()[0].client.prefill(REQUEST))
+        run = workers.prefill_workers()[0].client.prefill(REQUEST)
         await asyncio.sleep(0.1)
         cluster.connections[0].on_frame(pb.PrefillFrame(done=[pb.PrefillDone()]))
         with pytest.raises(EngineFault, match="makes no sense"):
-            await task
+            await run.done()
 
 
 @virtual_time
@@ -198,6 +199,9 @@ class EchoPrefill(PrefillWorkerServicer):
             request = codec.request_from_wire(command.submit)
             token = Token(len(request.prompt_token_ids))
             delta = TokenDelta(request.request_id, (token,), FinishReason.LENGTH)
+            ticket = codec.ticket_to_wire(replace(TICKET, num_tokens=len(request.prompt_token_ids)))
+            issued = pb.TicketIssued(request_id=request.request_id, ticket=ticket)
+            outbox.pending().tickets.append(issued)
             outbox.pending().done.append(pb.PrefillDone(firsts=[codec.delta_to_wire(delta)]))
 
         await run_session(request_iterator, on_command, outbox, context.write)
@@ -236,14 +240,16 @@ class GarblingPrefill(EchoPrefill):
 
 
 class EchoDecode(DecodeWorkerServicer):
-    """Answers every submit with its first token again."""
+    """Answers every begin with its first token again."""
 
     async def Serve(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
         outbox: FrameOutbox[pb.DecodeFrame] = FrameOutbox(pb.DecodeFrame, lambda frame: None)
 
         def on_command(command: pb.DecodeCommand) -> None:
-            request_id = RequestId(command.submit.request.request_id)
-            token = codec.token_from_wire(command.submit.first_tokens[0].token)
+            if command.HasField("submit"):
+                return
+            request_id = RequestId(command.begin.request_id)
+            token = codec.token_from_wire(command.begin.first_tokens[0].token)
             delta = TokenDelta(request_id, (token,), FinishReason.STOP)
             outbox.pending().deltas.append(codec.delta_to_wire(delta))
 
@@ -259,7 +265,7 @@ async def serve(
     Gauge("up", "Up", registry=registry).set(1)
     add: Any = add_PrefillWorkerServicer_to_server, add_DecodeWorkerServicer_to_server
 
-    def forget(token_ids: tuple[int, ...] | None, cache_salt: str | None) -> None:
+    async def forget(token_ids: tuple[int, ...] | None, cache_salt: str | None) -> None:
         if token_ids == (7,):
             raise EngineFault("the engine is broken")
 
@@ -267,7 +273,10 @@ async def serve(
         partial(add[0], prefill or EchoPrefill())
         if role is Role.PREFILL
         else partial(add[1], EchoDecode()),
-        partial(add_WorkerAdminServicer_to_server, AdminService(lambda: record, registry, forget)),
+        partial(
+            add_WorkerAdminServicer_to_server,
+            AdminService(lambda: record, registry, forget, lambda limit_s: None),
+        ),
     ]
     server = await start_server(registrars, "127.0.0.1", 0, "secret")
     cluster.listed[record.identity] = replace(record, address=server.address)
@@ -285,11 +294,14 @@ async def test_requests_travel_over_grpc_and_a_dead_server_is_noticed() -> None:
             while len(names(workers)) < 2:
                 await workers.changed()
         prefill, decode = workers.prefill_workers()[0], workers.decode_workers()[0]
-        done = await prefill.client.prefill(REQUEST)
-        assert done.firsts[0].tokens[0].token_id == 2
-        ticket = Ticket(TicketId("t"), prefill.identity, "a:1", (BlockId(1),), 2, 2, 1.0)
-        stream = decode.client.decode(REQUEST, ticket, [(0, Token(77))])
+        run = prefill.client.prefill(REQUEST)
+        ticket, done = await run.ticket(), await run.done()
+        assert (ticket.num_tokens, done.firsts[0].tokens[0].token_id) == (2, 2)
+        reservation = decode.client.credit.reserve(1)
+        stream = decode.client.decode(REQUEST, ticket, reservation)
+        stream.begin([(0, Token(77))])
         assert (await stream.next()).tokens[0].token_id == 77
+        reservation.release()
         pages = await workers.scrape()
         assert [record.role for record, page in pages if "up 1.0" in page] == list(Role)
         reached = await workers.invalidate_cache(pb.InvalidateCacheRequest(everything=True))
@@ -319,11 +331,11 @@ async def test_worker_whose_frame_makes_no_sense_learns_that_nobody_waits_and_is
             while not names(workers):
                 await workers.changed()
             with pytest.raises(EngineFault, match="makes no sense"):
-                await workers.prefill_workers()[0].client.prefill(REQUEST)
+                await workers.prefill_workers()[0].client.prefill(REQUEST).done()
             assert names(workers) == []
             while not names(workers):
                 await workers.changed()
-            done = await workers.prefill_workers()[0].client.prefill(REQUEST)
+            done = await workers.prefill_workers()[0].client.prefill(REQUEST).done()
             assert done.firsts[0].tokens[0].token_id == 2
             await prefill.first_is_over.wait()
         assert prefill.num_opened == 2

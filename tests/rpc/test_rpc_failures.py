@@ -34,8 +34,10 @@ def test_every_code_is_an_error_that_names_the_peer(code: grpc.StatusCode) -> No
 
 
 def test_lost_connections_are_retryable() -> None:
-    for code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
-        assert isinstance(error_from_rpc(rpc_error(code), "w"), WorkerUnavailable)
+    """INTERNAL included: gRPC says it of a peer that was killed just as it was written to."""
+    for name in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "INTERNAL"):
+        error = error_from_rpc(rpc_error(grpc.StatusCode[name]), "w")
+        assert isinstance(error, WorkerUnavailable)
 
 
 def test_subclass_takes_the_code_of_its_base() -> None:

@@ -86,7 +86,10 @@ async def server(
     running = await start_server(
         [
             partial(add_DecodeWorkerServicer_to_server, Echo(heartbeat_s)),
-            partial(add_WorkerAdminServicer_to_server, admin(lambda: RECORD, registry, lambda *_: None)),
+            partial(
+                add_WorkerAdminServicer_to_server,
+                admin(lambda: RECORD, registry, lambda *_: None, lambda _: None),
+            ),
         ],
         "127.0.0.1",
         0,

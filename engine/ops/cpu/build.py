@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -21,19 +20,12 @@ from protocol.errors import StartupError
 log = logging.getLogger(__name__)
 
 SOURCE_DIR = Path(__file__).parent
-COMPILERS = ("g++", "clang++", "c++")
 BUILD_TIMEOUT_S = 300.0
 FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wno-psabi"),
     # Multiply-adds only where the source says so: every variant of a kernel rounds alike.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
-
-
-def find_compiler() -> Path | None:
-    """The first C++ compiler on the PATH."""
-    found = (shutil.which(name) for name in COMPILERS)
-    return next((Path(path) for path in found if path), None)
 
 
 def build(candidates: Sequence[InstructionSet], cache_dir: Path, compiler: Path) -> Path:

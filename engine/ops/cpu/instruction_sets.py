@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-
-CPUINFO = Path("/proc/cpuinfo")
 
 _AVX2 = frozenset({"avx2", "fma"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
@@ -40,14 +37,3 @@ def usable(cpu_flags: Iterable[str]) -> tuple[InstructionSet, ...]:
     """What a CPU with these flags can run, best first; empty on other kinds of CPU."""
     available = frozenset(cpu_flags)
     return tuple(s for s in INSTRUCTION_SETS if s.cpu_flags <= available)
-
-
-def read_cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """The flags of this CPU; empty where the system does not list them (not Linux, not x86)."""
-    if not cpuinfo.exists():
-        return frozenset()
-    for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "flags":
-            return frozenset(value.split())
-    return frozenset()

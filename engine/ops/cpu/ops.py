@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.machine import find_compiler, read_cpu_flags
 from engine.ops.cpu.attention import MAX_HEAD_DIM, CpuAttention
-from engine.ops.cpu.build import build, find_compiler
-from engine.ops.cpu.instruction_sets import read_cpu_flags, usable
+from engine.ops.cpu.build import build
+from engine.ops.cpu.instruction_sets import usable
 from engine.ops.cpu.library import Epilogue, Library
 from engine.ops.cpu.memory import zeros
 from engine.ops.port import BatchLayout, Linear, Recording, StepAttention
