@@ -49,7 +49,7 @@ bench-start: $(STAMPS)/demo ## Measure first and second start: seconds per phase
 bench-engine: $(STAMPS)/demo ## Measure the engine's scheduling and memory [ARGS="--only NAME --full --json FILE"]
 	@$(BIN)/python benchmarks/bench_engine.py --json $(STAMPS)/bench-engine.json $(ARGS)
 
-bench-cpu: $(STAMPS)/demo ## Measure the engine against this CPU's limits and against transformers [ARGS="--quick --busy"]
+bench-cpu: $(STAMPS)/demo ## Measure the engine against this CPU's limits and against transformers [ARGS="--seconds 300 --busy"]
 	@$(BIN)/python benchmarks/bench_cpu.py --json $(STAMPS)/bench-cpu.json $(ARGS)
 
 bench-handoff: $(STAMPS)/demo ## Measure the hand-off of KV and its transfer [ARGS="--only NAME --full --json FILE"]

@@ -1,11 +1,11 @@
 """How near are the CPU's limits? One line per figure: `name value unit`.
 
-    make bench-cpu [ARGS="--quick --busy --threads 2 --json FILE"]
+    make bench-cpu [ARGS="--seconds 400 --busy --threads 2 --json FILE"]
 
-The demo model in bfloat16 at a context of 512 tokens. The machine's limits, the model's bare steps, the
-same steps through the engine and transformers' take turns in one run; figures are medians. A step's share of
-the roofline is that of the limits measured just before and after it (the better of both): a machine that it
-shares with others changes its speed from second to second.
+The demo model in bfloat16. The machine's limits, the model's bare steps, the same steps through the engine
+and transformers' take turns until the time is up. Figures are medians, `_best` ones the best of all turns.
+A step's share of the roofline is that of the limits measured just before and after it (the better of
+both): a machine that is shared with others changes its speed from second to second.
 
 On a machine with other work, `--busy` takes CPU time in place of the wall's, and one thread: it says what
 that thread would take alone, but for caches and memory that it shares. Two engines are left out then.
@@ -17,13 +17,14 @@ import argparse
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 import torch
-from cpu_engine import CONTEXT, Decoding, DemoModel, Prefilling, make_ops
+from cpu_engine import MAX_STEPS, Decoding, DemoModel, Prefilling, Step, engine_of, make_ops
 from cpu_limits import Machine, Roofline, build_library, no_math_ops
 from cpu_overhead import frame_s, sampling_figures, text_s
 from cpu_pair import Pair
@@ -36,14 +37,21 @@ from engine.model import ModelConfig
 from engine.weights import demo_model_path
 from protocol.ports import Clock
 
-BATCHES = (1, 8, 16, 32, 64)
+QUICK_STEPS = (
+    Step("prefill_1x512", 1, 512),
+    *(Step(f"decode_{batch}", batch) for batch in (1, 8, 16, 32, 64)),
+    Step("decode_8_at_4096", 8, context=4096),
+    Step("chunk_256_at_2048", 1, 256, context=2048 + 256),
+)
+LONG_STEPS = (Step("prefill_4x512", 4, 512), Step("prefill_1x2048", 1, 2048, context=2048))
+STEPS = {step.name: step for step in (*QUICK_STEPS, *LONG_STEPS)}
+LONG_EVERY = 4
+"""Rounds from one turn of the long steps, and of transformers, to the next."""
+MIN_ROUNDS, MAX_ROUNDS = 3, MAX_STEPS // 11  # of so many decode steps of one sequence
 PEER_BATCHES = (1, 32)
+PAIR_ROUNDS = 5
 SCATTERED_BYTES = 12288
 """What lies together in a block: the keys and values of one layer."""
-
-
-STEPS = [("prefill", 1, 2), *((f"decode_{batch}", batch, 2 + 16 // batch) for batch in BATCHES)]
-"""Name, sequences, and how often it is measured per round."""
 
 
 class Limits(NamedTuple):
@@ -63,12 +71,6 @@ def roofline(limits: list[Limits], config: ModelConfig) -> Roofline:
     return Roofline(best(limits).product, best(limits).read, config, itemsize=2)
 
 
-def work_of(name: str, batch: int) -> tuple[int, int, list[tuple[int, int]]]:
-    """Rows, rows of logits, and contexts of a step, as `Roofline.step_s` takes them."""
-    num_tokens = CONTEXT if name == "prefill" else 1
-    return num_tokens * batch, batch, [(num_tokens, CONTEXT)] * batch
-
-
 @dataclass
 class Samples:
     """Seconds of each kind of step, and the machine's limits around it, in the order in which they were
@@ -86,24 +88,20 @@ class Samples:
         read, scattered = machine.read(), machine.read(SCATTERED_BYTES)
         self.limits.append(Limits(machine.multiply(), machine.best_product(), read, scattered))
 
-    def take_steps(
-        self, machine: Machine, demo: DemoModel, prefilling: Prefilling, decoding: dict[int, Decoding]
-    ) -> None:
-        self.take_limits(machine)
-        for name, batch, count in STEPS:
-            first = len(self.model_s[name])
-            for _ in range(count):
-                is_prefill = name == "prefill"
-                self.model_s[name].append(demo.prefill_s(CONTEXT) if is_prefill else demo.decode_s(batch))
-                self.engine_s[name].append(
-                    prefilling.step_s(CONTEXT) if is_prefill else decoding[batch].step_s()
-                )
+    def take(self, step: Step, machine: Machine, demo: DemoModel, engine: Decoding | Prefilling) -> None:
+        """Model and engine take turns, short steps more often: their times belong together in pairs."""
+        name, first = step.name, len(self.model_s[step.name])
+        if not self.limits:
             self.take_limits(machine)
-            least_s = roofline(self.limits[-2:], demo.config).step_s(*work_of(name, batch))
-            self.of_limits[name] += [least_s / taken_s for taken_s in self.model_s[name][first:]]
+        for _ in range(1 if step.num_tokens > 1 else 2 + 8 // step.num_sequences):
+            self.model_s[name].append(demo.step_s(step))
+            self.engine_s[name].append(engine.step_s())
+        self.take_limits(machine)
+        least_s = roofline(self.limits[-2:], demo.config).step_s(step)
+        self.of_limits[name] += [least_s / taken_s for taken_s in self.model_s[name][first:]]
 
     def take_peer(self, kind: str, peer: Peer) -> None:
-        self.peer_s[f"prefill/{kind}"].append(peer.prefill_s(CONTEXT))
+        self.peer_s[f"prefill_1x512/{kind}"].append(peer.prefill_s())
         for batch in PEER_BATCHES:
             self.peer_s[f"decode_{batch}/{kind}"] += peer.decode_s(batch)
 
@@ -112,29 +110,31 @@ def limit_figures(samples: Samples) -> Figures:
     units = ("GFLOP/s", "GFLOP/s", "GB/s", "GB/s")
     figures: Figures = {}
     for name, values, unit in zip(Limits._fields, zip(*samples.limits, strict=True), units, strict=True):
-        figures[f"{name}_peak"] = max(values) / 1e9, unit
-        figures[f"{name}_median"] = median(values) / 1e9, unit
+        figures[f"limit_{name}"] = median(values) / 1e9, unit
+        figures[f"limit_{name}_best"] = max(values) / 1e9, unit
     return figures
 
 
 def step_figures(samples: Samples, config: ModelConfig) -> Figures:
-    """Each step's time, its share of the roofline, and what the engine adds."""
+    """Each step's speed, its share of the roofline, and what the engine adds."""
+    limits = roofline(samples.limits, config)
     figures: Figures = {}
-    for name, batch, _ in STEPS:
-        times, engine_times = samples.model_s[name], samples.engine_s[name]
-        num_tokens = work_of(name, batch)[0]
-        figures[f"model_{name}"] = num_tokens / median(times), "tokens/s"
+    for name, times in samples.model_s.items():
+        step, engine_times = STEPS[name], samples.engine_s[name]
+        for kind, taken in (("model", times), ("engine", engine_times)):
+            figures[f"{kind}_{name}"] = step.num_rows / median(taken), "tokens/s"
+            figures[f"{kind}_{name}_best"] = step.num_rows / min(taken), "tokens/s"
         figures[f"model_{name}_step"] = median(times) * 1e3, "ms"
-        figures[f"model_{name}_step_least"] = min(times) * 1e3, "ms"
+        figures[f"model_{name}_step_best"] = min(times) * 1e3, "ms"
         figures[f"model_{name}_of_roofline"] = median(samples.of_limits[name]), "ratio"
-        figures[f"engine_{name}"] = num_tokens / median(engine_times), "tokens/s"
+        figures[f"model_{name}_best_of_best_roofline"] = limits.step_s(step) / min(times), "ratio"
         shares = [model_s / engine_s for model_s, engine_s in zip(times, engine_times, strict=True)]
         figures[f"engine_{name}_of_model"] = median(shares), "ratio"
-    model = {batch: median(samples.model_s[f"decode_{batch}"]) for batch in (8, 16)}
-    figures["model_decode_16_to_8"] = model[16] / model[8], "ratio"
-    limits = roofline(samples.limits, config)
-    least = {batch: limits.step_s(*work_of("decode", batch)) for batch in (8, 16)}
-    figures["roofline_decode_16_to_8"] = least[16] / least[8], "ratio"
+        figures[f"engine_{name}_best_of_model_best"] = min(times) / min(engine_times), "ratio"
+    ratio = min(samples.model_s["decode_16"]) / min(samples.model_s["decode_8"])
+    figures["model_decode_16_to_8"] = ratio, "ratio"
+    least = limits.step_s(STEPS["decode_16"]) / limits.step_s(STEPS["decode_8"])
+    figures["roofline_decode_16_to_8"] = least, "ratio"
     return figures
 
 
@@ -142,9 +142,10 @@ def peer_figures(samples: Samples) -> Figures:
     figures: Figures = {}
     for step, times in samples.peer_s.items():
         name, kind = step.split("/")
-        ours_s = median(samples.engine_s[name])
         figures[f"transformers_{kind}_{name}_step"] = median(times) * 1e3, "ms"
-        figures[f"engine_{name}_to_transformers_{kind}"] = median(times) / ours_s, "ratio"
+        figures[f"transformers_{kind}_{name}_step_best"] = min(times) * 1e3, "ms"
+        ratio = median(times) / median(samples.engine_s[name])
+        figures[f"engine_{name}_to_transformers_{kind}"] = ratio, "ratio"
     return figures
 
 
@@ -160,54 +161,75 @@ def overhead_figures(samples: Samples, no_math_s: float, told_s: float) -> Figur
     }
 
 
-def measure(threads: int, num_rounds: int, clock: Clock) -> Figures:
-    torch.set_num_threads(threads)
-    settings = ClusterConfig()
-    cache_dir = settings.cache_dir.expanduser()
-    folder = open_model(settings)
-    config = ModelConfig.from_hf(folder.config)
-    ops = make_ops(cache_dir / "cpu-ops", config, threads)
-    demo = DemoModel(folder, ops, clock=clock)
-    samples = Samples()
-    with tempfile.TemporaryDirectory() as scratch:
-        library = build_library(Path(scratch))
-        machine = Machine(library, ops, config, threads, clock)
-        prefilling = Prefilling(demo)
-        decoding = {batch: Decoding(demo, batch) for batch in BATCHES}
-        peers = {kind: Peer(folder.path, kind, clock) for kind in KINDS}
-        Samples().take_steps(machine, demo, prefilling, decoding)  # the first of everything is slow
-        for number in range(num_rounds):
-            samples.take_steps(machine, demo, prefilling, decoding)
-            for kind, peer in peers.items() if number % 3 == 0 else ():
-                samples.take_peer(kind, peer)
-        empty = Decoding(DemoModel(folder, no_math_ops(library, threads), 1, clock), 1)
-        no_math_s = median(empty.step_s() for _ in range(200))
-    figures = limit_figures(samples) | step_figures(samples, config) | peer_figures(samples)
-    told_s = text_s(folder.path, clock) + frame_s(clock)
-    figures |= overhead_figures(samples, no_math_s, told_s)
-    return figures | sampling_figures(num_rounds * 5, clock, ops.draw)
+class Contest:
+    """All that is measured, loaded and warm."""
+
+    def __init__(self, threads: int, clock: Clock, scratch: Path) -> None:
+        settings = ClusterConfig()
+        self._folder, self._clock = open_model(settings), clock
+        self._config = config = ModelConfig.from_hf(self._folder.config)
+        self._ops = make_ops(settings.cache_dir.expanduser() / "cpu-ops", config, threads)
+        self._demo = DemoModel(
+            self._folder, self._ops, max(step.num_blocks for step in STEPS.values()), clock
+        )
+        self._engines = {name: engine_of(self._demo, step) for name, step in STEPS.items()}
+        self._peers: Mapping[str, Peer] = {kind: Peer(self._folder.path, kind, clock) for kind in KINDS}
+        library = build_library(scratch)
+        self._no_math = no_math_ops(library, threads)
+        self._machine = Machine(library, self._ops, config, threads, clock)
+        self._take(Samples(), QUICK_STEPS)  # the first of everything is slow
+
+    def run(self, seconds: float) -> Figures:
+        samples, number, end_s = Samples(), 0, time.monotonic() + seconds
+        while number < MIN_ROUNDS or (number < MAX_ROUNDS and time.monotonic() < end_s):
+            self._take(samples, QUICK_STEPS)
+            if number % LONG_EVERY == 0:
+                self._take(samples, LONG_STEPS)
+                for kind, peer in self._peers.items():
+                    samples.take_peer(kind, peer)
+            number += 1
+        figures = limit_figures(samples) | step_figures(samples, self._config) | peer_figures(samples)
+        return figures | self._overhead(samples) | sampling_figures(5 * number, self._clock, self._ops.draw)
+
+    def _take(self, samples: Samples, steps: tuple[Step, ...]) -> None:
+        for step in steps:
+            samples.take(step, self._machine, self._demo, self._engines[step.name])
+
+    def _overhead(self, samples: Samples) -> Figures:
+        step = STEPS["decode_1"]
+        demo = DemoModel(self._folder, self._no_math, step.num_blocks, self._clock)
+        engine = engine_of(demo, step)
+        no_math_s = median(engine.step_s() for _ in range(200))
+        return overhead_figures(
+            samples, no_math_s, text_s(self._folder.path, self._clock) + frame_s(self._clock)
+        )
 
 
-def pair_figures(num_rounds: int) -> Figures:
+def pair_figures() -> Figures:
     pair = Pair.start(str(demo_model_path()), ClusterConfig().cache_dir.expanduser())
     try:
-        return {"two_engines_of_lone_ones": (median(pair.share(num_rounds)), "ratio")}
+        shares = pair.share(PAIR_ROUNDS)
     finally:
         pair.stop()
+    return {
+        "two_engines_of_lone_ones": (median(shares), "ratio"),
+        "two_engines_of_lone_ones_best": (max(shares), "ratio"),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--seconds", type=float, default=300, help="how long the rounds go on")
     parser.add_argument("--busy", action="store_true", help="one thread, by CPU time")
     parser.add_argument("--threads", type=int, default=2, help="threads of the engine")
     arguments = parser.parse_args()
-    num_rounds = 3 if arguments.quick else 9
-    if arguments.busy:
-        figures = measure(1, num_rounds, time.process_time)
-    else:
-        figures = measure(arguments.threads, num_rounds, time.perf_counter) | pair_figures(num_rounds)
+    threads, clock = (1, time.process_time) if arguments.busy else (arguments.threads, time.perf_counter)
+    torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory() as scratch:
+        figures = Contest(threads, clock, Path(scratch)).run(arguments.seconds)
+    if not arguments.busy:
+        figures |= pair_figures()
     show(figures)
     if arguments.json is not None:
         write_json(arguments.json, figures)

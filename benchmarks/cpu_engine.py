@@ -1,4 +1,4 @@
-"""The demo model in bfloat16 at a given context: its bare steps, and the same ones through the engine.
+"""The demo model in bfloat16 and steps to measure: bare ones, and the same through the engine.
 
 The KV cache holds arbitrary numbers: sequences are reserved and admitted as on a decode worker, so that no
 prompt need be computed before its decoding can be timed.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,6 @@ from engine import (
     AdmitSequence,
     BlocksAllocated,
     EngineCore,
-    Event,
     ReserveSequence,
     SchedulerConfig,
     SequenceFailed,
@@ -38,37 +38,57 @@ from protocol.generation import SamplingParams
 from protocol.ids import BlockId, SequenceId
 from protocol.ports import Clock
 
-CONTEXT = 512
 BLOCK_SIZE = 16
-MAX_BATCH = 64
+MAX_CONTEXT = 4096
 MAX_STEPS = 400
 """Tokens that a sequence has room for after its context."""
+MAX_LEN = MAX_CONTEXT + MAX_STEPS + BLOCK_SIZE
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(MAX_STEPS, temperature=0.0, ignore_eos=True)
+ONE_TOKEN = SamplingParams(1, temperature=0.0, ignore_eos=True)
 VOCABULARY = range(1000, 40_000)
 """Ordinary tokens: no special ones."""
 
 
+@dataclass(frozen=True)
+class Step:
+    """Some sequences compute their last tokens, as many each; the others lie in the cache already."""
+
+    name: str
+    num_sequences: int
+    num_tokens: int = 1
+    context: int = 512
+    """Tokens of each sequence once the step is done."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_sequences * self.num_tokens
+
+    @property
+    def num_cached(self) -> int:
+        return self.context - self.num_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        """With room for the tokens that follow."""
+        return self.num_sequences * -(-(self.context + MAX_STEPS) // BLOCK_SIZE)
+
+
 class DemoModel:
-    """The model, a KV cache for MAX_BATCH sequences, and steps without an engine."""
+    """The model, a KV cache, and steps without an engine."""
 
     def __init__(
-        self,
-        folder: ModelFolder,
-        ops: Ops,
-        max_batch: int = MAX_BATCH,
-        clock: Clock = time.perf_counter,
+        self, folder: ModelFolder, ops: Ops, num_blocks: int, clock: Clock = time.perf_counter
     ) -> None:
         self.clock = clock
         self.config = ModelConfig.from_hf(folder.config)
         self.ops = ops
-        max_len = CONTEXT + MAX_STEPS + BLOCK_SIZE
         checkpoint = load_weights(folder, torch.bfloat16)
         weights = pack_weights(self.config, checkpoint, ops, CPU, torch.bfloat16)
         self.model = DecoderModel(
-            self.config, weights, ops, device=CPU, dtype=torch.bfloat16, max_model_len=max_len
+            self.config, weights, ops, device=CPU, dtype=torch.bfloat16, max_model_len=MAX_LEN
         )
-        self.num_blocks = 1 + max_batch * -(-max_len // BLOCK_SIZE)
+        self.num_blocks = 1 + num_blocks
         self.kv_cache = KvCache(
             self.config,
             num_blocks=self.num_blocks,
@@ -78,91 +98,102 @@ class DemoModel:
         )
         torch.manual_seed(0)
         self.kv_cache.blocks.copy_(torch.randn(self.kv_cache.blocks.shape[1:]).mul_(0.5))
-
         self._recorded = RecordedDecoding.create(self.model, self.kv_cache.blocks)
 
-    def prefill_s(self, length: int) -> float:
-        """Seconds of one bare step over a whole prompt, with the logits of its last token."""
-        return self._step_s([Slice(self._sequence(0, length, 0), length)])
-
-    def decode_s(self, batch: int) -> float:
-        """Seconds of one bare step of `batch` sequences at the context."""
-        sequences = [self._sequence(i, CONTEXT, CONTEXT - 1) for i in range(batch)]
-        if self._recorded is None or batch > MAX_SEQUENCES:
-            return self._step_s([Slice(sequence, 1) for sequence in sequences])
+    def step_s(self, step: Step) -> float:
+        """Seconds of one bare step, with the logits of each sequence's last token."""
+        sequences = [self._sequence(i, step) for i in range(step.num_sequences)]
         with torch.inference_mode():
+            if step.num_tokens > 1 or self._recorded is None or len(sequences) > MAX_SEQUENCES:
+                return self._compute_s(sequences, step.num_tokens)
             started_s = self.clock()
             self._recorded.logits(sequences)
             return self.clock() - started_s
 
-    def _sequence(self, index: int, length: int, num_computed: int) -> Sequence:
-        count = -(-length // BLOCK_SIZE)
+    def _sequence(self, index: int, step: Step) -> Sequence:
+        count = -(-step.context // BLOCK_SIZE)
         return Sequence(
             seq_id=SequenceId(f"s{index}"),
             sampling=GREEDY,
-            token_ids=random.Random(index).choices(VOCABULARY, k=length),
-            num_prompt_tokens=length,
-            num_computed=num_computed,
+            token_ids=prompt_of(str(index), step.context),
+            num_prompt_tokens=step.context,
+            num_computed=step.num_cached,
             block_table=[BlockId(1 + index * count + i) for i in range(count)],
         )
 
-    def _step_s(self, slices: list[Slice]) -> float:
-        layout = make_layout(slices, BLOCK_SIZE, self.ops.row_multiple)
-        parts = [s.token_ids[s.num_computed : s.num_computed + count] for s, count in slices]
-        token_ids = torch.tensor([token for part in parts for token in part])
+    def _compute_s(self, sequences: list[Sequence], num_tokens: int) -> float:
+        layout = make_layout([Slice(s, num_tokens) for s in sequences], BLOCK_SIZE, self.ops.row_multiple)
+        token_ids = torch.tensor([token for s in sequences for token in s.token_ids[-num_tokens:]])
         positions = torch.from_numpy(layout.positions)
         last_rows = torch.from_numpy(layout.query_starts[1:].astype(np.int64) - 1)
-        with torch.inference_mode():
-            started_s = self.clock()
-            attention = self.ops.attention(layout, self.kv_cache.blocks)
-            self.model.logits(self.model.forward(token_ids, positions, attention), last_rows)
-            return self.clock() - started_s
+        started_s = self.clock()
+        attention = self.ops.attention(layout, self.kv_cache.blocks)
+        self.model.logits(self.model.forward(token_ids, positions, attention), last_rows)
+        return self.clock() - started_s
 
 
 class Decoding:
-    """An engine in which `batch` sequences decode from the context on."""
+    """An engine in which sequences decode from the step's context on."""
 
-    def __init__(self, demo: DemoModel, batch: int, sampling: SamplingParams = GREEDY) -> None:
+    def __init__(self, demo: DemoModel, step: Step, sampling: SamplingParams = GREEDY) -> None:
         self._clock = demo.clock
         self._core = make_core(demo)
-        for i in range(batch):
+        for i in range(step.num_sequences):
             name = SequenceId(f"s{i}")
-            prompt = tuple(random.Random(i).choices(VOCABULARY, k=CONTEXT))
+            prompt = tuple(prompt_of(name, step.context))
             told = self._core.handle(ReserveSequence(name, prompt, sampling))
             if not any(isinstance(event, BlocksAllocated) for event in told):
-                raise RuntimeError(f"no blocks for sequence {i} of {batch}: {told}")
+                raise RuntimeError(f"no blocks for sequence {i} of {step.num_sequences}: {told}")
             self._core.handle(AdmitSequence(name, ((0, 1000 + i),)))
-        self._batch = batch
-        self.last_events: list[Event] = []
+        self._num_sequences = step.num_sequences
 
     def step_s(self) -> float:
         started_s = self._clock()
-        self.last_events = self._core.step()
+        events = self._core.step()
         whole_s = self._clock() - started_s
-        if sum(isinstance(event, TokensSampled) for event in self.last_events) != self._batch:
+        if sum(isinstance(event, TokensSampled) for event in events) != self._num_sequences:
             raise RuntimeError("a sequence ended before the measurement did")
         return whole_s
 
 
 class Prefilling:
-    """An engine that computes one prompt per step."""
+    """An engine that computes prompts, those of one step at a time. Cached tokens are those of a prefix."""
 
-    def __init__(self, demo: DemoModel) -> None:
+    def __init__(self, demo: DemoModel, step: Step) -> None:
         self._clock = demo.clock
         self._core = make_core(demo)
+        self._plan = step
+        self._prefix = prompt_of("prefix", step.num_cached)
         self._num_prompts = 0
+        if self._prefix:
+            self._compute_s([tuple(self._prefix)])
 
-    def step_s(self, length: int) -> float:
-        self._num_prompts += 1
-        name = SequenceId(f"p{self._num_prompts}")
-        prompt = tuple(random.Random(str(name)).choices(VOCABULARY, k=length))
+    def step_s(self) -> float:
+        step, first = self._plan, self._num_prompts
+        new = [prompt_of(f"new {first + i}", step.num_tokens) for i in range(step.num_sequences)]
+        return self._compute_s([(*self._prefix, *tokens) for tokens in new])
+
+    def _compute_s(self, prompts: list[tuple[int, ...]]) -> float:
         started_s = self._clock()
-        self._core.handle(AddSequence(name, prompt, SamplingParams(1, temperature=0.0, ignore_eos=True)))
+        for prompt in prompts:
+            self._num_prompts += 1
+            name = SequenceId(f"p{self._num_prompts}")
+            self._core.handle(
+                AddSequence(name, prompt, SamplingParams(1, temperature=0.0, ignore_eos=True))
+            )
         events = self._core.step()
         whole_s = self._clock() - started_s
         if any(isinstance(event, SequenceFailed) for event in events) or self._core.has_work:
-            raise RuntimeError(f"a prompt of {length} tokens was not one step")
+            raise RuntimeError(f"{len(prompts)} prompts of {len(prompts[0])} tokens were not one step")
         return whole_s
+
+
+def engine_of(demo: DemoModel, step: Step) -> Decoding | Prefilling:
+    return Decoding(demo, step) if step.num_tokens == 1 else Prefilling(demo, step)
+
+
+def prompt_of(seed: str, length: int) -> list[int]:
+    return random.Random(seed).choices(VOCABULARY, k=length)
 
 
 def make_core(demo: DemoModel) -> EngineCore:
@@ -170,6 +201,7 @@ def make_core(demo: DemoModel) -> EngineCore:
         num_blocks=demo.num_blocks,
         block_size=BLOCK_SIZE,
         max_model_len=demo.model.max_model_len,
+        max_num_batched_tokens=MAX_CONTEXT,
         low_watermark=0.0,
         high_watermark=0.0,
     )

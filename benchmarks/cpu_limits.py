@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from cpu_engine import Step
 
+from engine.machine import find_compiler, read_cpu_flags
 from engine.model import ModelConfig
 from engine.ops.cpu import CpuOps, zeros
-from engine.ops.cpu.build import FLAGS, find_compiler
-from engine.ops.cpu.instruction_sets import read_cpu_flags, usable
+from engine.ops.cpu.build import FLAGS
+from engine.ops.cpu.instruction_sets import usable
 from engine.ops.cpu.library import Library
 from protocol.ports import Clock
 
@@ -73,9 +75,18 @@ class Machine:
         self._ops.linear(x, self._weights[shape])
         return 2 * GEMM_ROWS * k * n / (self._clock() - started_s)
 
+    def torch_product(self, shape: int) -> float:
+        """FLOP/s of torch's float32 product of the same size: a yardstick that is not our own."""
+        k, n = self._shapes[shape]
+        x, weight = torch.randn(GEMM_ROWS, k), torch.randn(k, n)
+        started_s = self._clock()
+        torch.mm(x, weight)
+        return 2 * GEMM_ROWS * k * n / (self._clock() - started_s)
+
     def best_product(self) -> float:
-        """The best of the model's shapes."""
-        return max(self.product(shape) for shape in range(len(self._shapes)))
+        """The best of the model's shapes, whoever multiplies."""
+        shapes = range(len(self._shapes))
+        return max(*map(self.torch_product, shapes), *map(self.product, shapes))
 
     def read(self, piece_bytes: int = PIECE_BYTES) -> float:
         """Bytes/s read from memory, in order when pieces are long and scattered when they are short."""
@@ -100,24 +111,20 @@ class Roofline:
     config: ModelConfig
     itemsize: int
 
-    def step_s(self, num_rows: int, num_logits: int, contexts: list[tuple[int, int]]) -> float:
-        """`contexts`: of each sequence (its tokens in this step, its tokens in the cache at the end)."""
+    def step_s(self, step: Step) -> float:
         c = self.config
         heads = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim
         layer = c.hidden_size * (heads + 3 * c.intermediate_size)
         vocabulary = c.vocab_size * c.hidden_size
-        products = 2 * (num_rows * c.num_layers * layer + num_logits * vocabulary)
+        products = 2 * (step.num_rows * c.num_layers * layer + step.num_sequences * vocabulary)
         weights_bytes = (c.num_layers * layer + vocabulary) * self.itemsize
-        attention = sum(self._attention_flops(*context) for context in contexts)
-        kv_values = sum(2 * c.num_layers * c.num_kv_heads * c.head_dim * end for _, end in contexts)
+        num_seen = step.num_tokens * (2 * step.context - step.num_tokens + 1) // 2
+        attention = 4 * c.num_layers * c.num_heads * c.head_dim * num_seen * step.num_sequences
+        kv_values = 2 * c.num_layers * c.num_kv_heads * c.head_dim * step.context * step.num_sequences
         return self._least_s(products, weights_bytes) + self._least_s(attention, kv_values * self.itemsize)
 
     def _least_s(self, flops: int, num_bytes: int) -> float:
         return max(flops / self.flops_per_s, num_bytes / self.bytes_per_s)
-
-    def _attention_flops(self, num_queries: int, end: int) -> int:
-        seen = num_queries * (2 * end - num_queries + 1) // 2
-        return 4 * self.config.num_layers * self.config.num_heads * self.config.head_dim * seen
 
 
 def no_math_ops(library: Path, num_threads: int) -> CpuOps:

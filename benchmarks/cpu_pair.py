@@ -54,7 +54,7 @@ class Pair:
 
 def _serve(pipe: Connection, model: str, cache_dir: Path) -> None:
     import torch
-    from cpu_engine import Decoding, DemoModel, make_ops
+    from cpu_engine import Decoding, DemoModel, Step, make_ops
 
     from engine.model import ModelConfig
     from engine.weights import resolve_model
@@ -62,10 +62,11 @@ def _serve(pipe: Connection, model: str, cache_dir: Path) -> None:
     torch.set_num_threads(1)
     folder = resolve_model(model, cache_dir=cache_dir / "models")
     ops = make_ops(cache_dir / "cpu-ops", ModelConfig.from_hf(folder.config), 1)
-    demo = DemoModel(folder, ops, BATCH)
+    step = Step("decode", BATCH)
+    demo = DemoModel(folder, ops, step.num_blocks)
     pipe.send("ready")
     while (round_s := pipe.recv()) is not None:
-        decoding = Decoding(demo, BATCH)
+        decoding = Decoding(demo, step)
         decoding.step_s()
         times: list[float] = []
         end_s = time.perf_counter() + round_s

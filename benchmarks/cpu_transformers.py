@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import random
 from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_engine import CONTEXT, VOCABULARY
+from cpu_engine import prompt_of
 
 from protocol.ports import Clock
 
 NUM_STEPS = 4
 """Decode steps of one call; the first one, which also takes the prompt in, does not count."""
-KINDS = {
-    "bfloat16_eager": (torch.bfloat16, "eager"),
-    "bfloat16_sdpa": (torch.bfloat16, "sdpa"),
-    "float32_sdpa": (torch.float32, "sdpa"),
-}
+CONTEXT = 512
+KINDS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 """Our steps are in bfloat16; on a CPU that does not multiply it, transformers is faster in float32."""
 
 
@@ -31,14 +27,12 @@ class Peer:
 
         logging.disable_progress_bar()
         self._clock = clock
-        self._dtype, attention = KINDS[kind]
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=self._dtype, attn_implementation=attention
-        ).eval()
+        self._dtype = KINDS[kind]
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype).eval()
 
-    def prefill_s(self, length: int) -> float:
+    def prefill_s(self) -> float:
         """Seconds until the first token of one prompt."""
-        (stamp_s,) = self._stamps(_prompts(1, length), None, 1)
+        (stamp_s,) = self._stamps(_prompts(1, CONTEXT), None, 1)
         return stamp_s
 
     def decode_s(self, batch: int) -> list[float]:
@@ -83,4 +77,4 @@ class Peer:
 
 
 def _prompts(batch: int, length: int) -> torch.Tensor:
-    return torch.tensor([random.Random(i).choices(VOCABULARY, k=length) for i in range(batch)])
+    return torch.tensor([prompt_of(f"s{i}", length) for i in range(batch)])
