@@ -28,6 +28,11 @@ def run_alone(kind: str, dtype: torch.dtype, prompt: list[int], chunk_size: int 
     return generate(twins_of(kind, dtype).new_runner(), [sequence], chunk_size)[0]
 
 
+@cache
+def whole_prompt(kind: str, dtype: torch.dtype) -> list[Token]:
+    return run_alone(kind, dtype, make_prompt(300))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_float32_greedy_tokens_are_those_of_transformers(kind: str) -> None:
     twins = twins_of(kind, torch.float32)
@@ -43,14 +48,14 @@ def test_float32_greedy_tokens_are_those_of_transformers(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk_size", [1, 7, 64, 100, 128])
 def test_chunks_change_no_bit(kind: str, dtype: torch.dtype, chunk_size: int) -> None:
-    prompt = make_prompt(150)
-    assert run_alone(kind, dtype, prompt, chunk_size) == run_alone(kind, dtype, prompt)
+    prompt = make_prompt(300)  # over a span of keys (attention.h)
+    assert run_alone(kind, dtype, prompt, chunk_size) == whole_prompt(kind, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_neighbours_change_no_bit(kind: str, dtype: torch.dtype) -> None:
-    prompts = [make_prompt(length) for length in (150, 1, 5, 65, 128)]
+    prompts = [make_prompt(length) for length in (300, 1, 5, 65, 128)]
     dealer = BlockDealer()
     sequences = [dealer.sequence(prompt, NUM_NEW, logprobs=1000) for prompt in prompts]
     together = generate(twins_of(kind, dtype).new_runner(), sequences, chunk_size=50)
@@ -107,3 +112,14 @@ def test_cached_prefix_changes_no_bit(dtype: torch.dtype) -> None:
     second.block_table[:6] = first.block_table[:6]
     second.num_computed = 96
     assert generate(runner, [second])[0] == run_alone("qwen3", dtype, prompt)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_told", [1, 4])
+def test_resuming_elsewhere_changes_no_bit(kind: str, dtype: torch.dtype, num_told: int) -> None:
+    """Whoever takes a sequence over computes the KV of what was told anew, in chunks of its own."""
+    told, due = whole_prompt(kind, dtype)[:num_told], whole_prompt(kind, dtype)[num_told:]
+    resumed = BlockDealer().sequence(make_prompt(300), NUM_NEW, logprobs=1000)
+    resumed.token_ids += [token.token_id for token in told]
+    assert generate(twins_of(kind, dtype).new_runner(), [resumed], chunk_size=90)[0] == due

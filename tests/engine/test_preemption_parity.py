@@ -14,6 +14,8 @@ from itertools import count
 from typing import Any
 
 import pytest
+import torch
+from cpp_variants import best_ops
 from tiny_models import BLOCK_SIZE, CPU, Twins, make_prompt, make_twins
 
 from engine.config import SchedulerConfig
@@ -48,8 +50,11 @@ class Run:
 
 
 @cache
-def twins() -> Twins:
-    return make_twins("smollm2")
+def twins(ops: str) -> Twins:
+    if ops == "torch":
+        return make_twins("smollm2")
+    dtype = getattr(torch, ops)
+    return make_twins("smollm2", dtype, best_ops(dtype))
 
 
 def requests() -> Iterator[AddSequence]:
@@ -79,7 +84,7 @@ def requests() -> Iterator[AddSequence]:
         )
 
 
-def run(num_blocks: int, **settings: object) -> Run:
+def run(num_blocks: int, ops: str = "torch", **settings: object) -> Run:
     """All requests to their ends; the second half arrives while the first one runs."""
     config = SchedulerConfig(
         num_blocks=1 + num_blocks,
@@ -92,14 +97,14 @@ def run(num_blocks: int, **settings: object) -> Run:
         **settings,  # type: ignore[arg-type]
     )
     kv_cache = KvCache(
-        twins().config,
+        twins(ops).config,
         num_blocks=config.num_blocks,
         block_size=BLOCK_SIZE,
-        dtype=twins().model.dtype,
+        dtype=twins(ops).model.dtype,
         device=CPU,
     )
     host_pool = HostKvPool(kv_cache, config.num_host_blocks) if config.num_host_blocks else None
-    runner = ModelRunner(twins().model, kv_cache, (EOS,), host_pool)
+    runner = ModelRunner(twins(ops).model, kv_cache, (EOS,), host_pool)
     core = EngineCore(config, runner, frozenset([EOS]), count(0.0, 0.001).__next__)
     commands = list(requests())
     for command in commands[:7]:
@@ -132,12 +137,12 @@ def _sort(events: list[Event]) -> tuple[dict[Choice, list[Token]], dict[Choice, 
 
 
 @cache
-def undisturbed() -> Run:
-    return run(AMPLE_BLOCKS)
+def undisturbed(ops: str = "torch") -> Run:
+    return run(AMPLE_BLOCKS, ops)
 
 
-def run_in_half(**settings: object) -> Run:
-    return run(undisturbed().num_needed_blocks // 2, **settings)
+def run_in_half(ops: str = "torch", **settings: object) -> Run:
+    return run(undisturbed(ops).num_needed_blocks // 2, ops, **settings)
 
 
 def test_an_ample_pool_preempts_nobody_and_loses_nobody() -> None:
@@ -165,6 +170,15 @@ def test_half_a_pool_gives_the_outputs_of_an_ample_one(settings: dict[str, objec
     for choice, tokens in tight.tokens.items():
         logprobs = [token.logprob for token in tokens]
         assert logprobs == pytest.approx([token.logprob for token in expected.tokens[choice]], abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_preemption_changes_no_bit_on_the_compiled_ops(dtype: str, preemption: str) -> None:
+    expected = undisturbed(dtype)
+    tight = run_in_half(dtype, preemption=preemption, num_host_blocks=AMPLE_BLOCKS)
+    assert tight.stats.num_preemptions >= 3
+    assert tight.tokens == expected.tokens
 
 
 def test_a_host_pool_with_room_for_all_saves_every_recomputation() -> None:
