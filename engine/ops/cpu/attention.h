@@ -6,7 +6,6 @@
 // starts, on what else is in the batch, or on who computes what.
 #pragma once
 #include "attention_units.h"
-#include "attention_values.h"
 #include "pool.h"
 
 namespace splitserve {
@@ -146,8 +145,7 @@ struct Attending {
     pack_keys(reinterpret_cast<const void* const*>(now.keys), reinterpret_cast<const void* const*>(next.keys), dim_steps,
               reinterpret_cast<uint32_t*>(key_panels));
     int64_t rows = unit.num_tokens * group, first_row = head * rows, ahead_step = LINES * 64;
-    const bool in_place = weighs_in_place<Op>() && rows <= MOST_WEIGHED_ROWS;
-    if (!in_place) pack_values(now.values, a.head_dim, value_panels);
+    pack_values(now.values, a.head_dim, value_panels);
     split_rows(rows, [&](int64_t row, int count) {
       int64_t at = first_row + row;
       float carry[MAX_ROWS];
@@ -155,11 +153,6 @@ struct Attending {
                 {query + at * padded_dim / PER_LEFT, padded_dim / PER_LEFT, key_panels, dim_steps * PANEL, dim_steps,
                  scores, KEYS, nullptr, score_ahead, ahead_step});
       softmax(count, row, at, unit.pos, tile, to, carry);
-      if constexpr (weighs_in_place<Op>()) {
-        if (in_place)
-          return weigh(count, weights, now.values, next.values, a.head_dim, to.sums + at * padded_dim, padded_dim,
-                       carry);
-      }
       tiles<Op>(count, dim_panels,
                 {weights, KEYS / PER_LEFT, value_panels, KEYS / Op::DEPTH * PANEL, KEYS / Op::DEPTH,
                  to.sums + at * padded_dim, padded_dim, carry, value_ahead, ahead_step});
