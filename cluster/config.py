@@ -74,7 +74,7 @@ class RouterConfig(_Section):
     worker_wait_s: float = Field(default=30.0, gt=0)
     """How long a request waits for a worker of a role to appear, or to have room for it."""
     max_retries: int = Field(default=3, ge=0)
-    """How often a request goes on elsewhere after a worker failed it."""
+    """How often in a row a request goes on elsewhere after a worker failed it, without getting on."""
     overload_retry_after_s: float = Field(default=1.0, ge=0)
     """What a client that is refused for want of room is told to wait."""
     frame_timeout_s: float = Field(default=4.0, gt=0)
