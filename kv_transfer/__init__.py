@@ -8,7 +8,7 @@ factory       a transport by name                   peers        what all transp
 nixl          between workers (`nixl_agent`, `nixl_metadata`)
 loopback      within one process
 faulty        any transport with faults on purpose (`faults`)
-reader        tokens from owners of any layout (`layout`, `staging`, `repack`)
+reader        tokens from owners of any layout (`layout`, `staging`, `staging_area`, `repack`)
 """
 
 from kv_transfer.checksums import block_checksums, require_checksums
