@@ -152,6 +152,7 @@ def _profile(identity: WorkerIdentity, parts: EngineParts, token: str) -> Worker
         fingerprint=parts.fingerprint,
         max_model_len=parts.scheduler.max_model_len,
         cluster_token=token,
+        ops=parts.runner.ops_name,
     )
 
 

@@ -49,7 +49,7 @@ class EngineParts:
 
     def make_thread(self, name: str, on_events: OnEvents) -> Engine[Command]:
         def make(on_events: OnEvents) -> Engine[Command]:
-            return EngineThread(self.make_core(), on_events, name)
+            return EngineThread(self.make_core(), on_events, name, progress=lambda: self.runner.progress)
 
         if self.kv_cache.blocks.device.type != "cpu":
             return make(on_events)  # such memory is there from the start

@@ -39,6 +39,10 @@ class ProvidedEngine:
     def stats(self) -> EngineStats:
         return self._engine.stats
 
+    @property
+    def progress(self) -> int:
+        return self._engine.progress
+
     def start(self) -> None:
         self._engine.start()
         self._provision.start()
