@@ -138,11 +138,18 @@ class StampedCluster:
             arrivals_s += [time.monotonic()] * len(delta.tokens)
             receipts.append(delta.receipt)
         first_s, second_s = arrivals_s[:2]
-        times = _last_times(read_stamps(self.folder, sent_s))
-        read_begins_s, read_ends_s = times[READ_BEGINS].time_s, times[READ_ENDS].time_s
-        admitted_s, decoded = times[ADMITTED].time_s, times[sampled(Role.DECODE)]
+        # The router's own small hand-offs come between.
+        stamps = [
+            s
+            for s in read_stamps(self.folder, sent_s)
+            if s.whose.partition("#")[0] in (request.request_id, "")
+        ]
+        decoded = _last(stamps, sampled(Role.DECODE), second_s)
+        admitted_s = _last(stamps, ADMITTED, decoded.time_s).time_s
+        read_ends_s = _last(stamps, READ_ENDS, admitted_s).time_s
+        read_begins_s = _last(stamps, READ_BEGINS, read_ends_s).time_s
         stages_s = {
-            "until_read": read_begins_s - times[sampled(Role.PREFILL)].time_s,
+            "until_read": read_begins_s - _last(stamps, sampled(Role.PREFILL), first_s).time_s,
             "read": read_ends_s - read_begins_s,
             "verdict": admitted_s - read_ends_s,
             "step": decoded.time_s - admitted_s,
@@ -153,14 +160,8 @@ class StampedCluster:
         )
 
 
-def _last_times(stamps: list[Stamp]) -> dict[str, Stamp]:
-    """By name the last stamp up to the first token of the decode worker, of one request's."""
-    found: dict[str, Stamp] = {}
-    for stamp in stamps:
-        found[stamp.name] = stamp
-        if stamp.name == sampled(Role.DECODE):
-            break
-    return found
+def _last(stamps: list[Stamp], name: str, until_s: float) -> Stamp:
+    return [stamp for stamp in stamps if stamp.name == name and stamp.time_s <= until_s][-1]
 
 
 @asynccontextmanager

@@ -14,6 +14,8 @@ from protocol.ports import FetchStatus, KvReader, TokenFetch
 from rpc import Engine
 
 SUFFIX = ".stamps"
+SMALL = 64
+"""Tokens of a read that is not noted: the router's own hand-offs are so small."""
 READ_BEGINS, READ_ENDS, ADMITTED = "read_begins", "read_ends", "admitted"
 
 
@@ -26,6 +28,8 @@ def sampled(role: Role) -> str:
 class Stamp:
     time_s: float
     name: str
+    whose: str
+    """The engine's name for the request; empty where it is not known."""
     value: float
 
 
@@ -35,8 +39,8 @@ class StampFile:
     def __init__(self, path: Path) -> None:
         self._file = path.with_suffix(SUFFIX).open("a", buffering=1, encoding="utf-8")
 
-    def note(self, name: str, value: float = 0.0) -> None:
-        self._file.write(f"{time.monotonic()} {name} {value}\n")
+    def note(self, name: str, whose: str = "", value: float = 0.0) -> None:
+        self._file.write(f"{time.monotonic()},{name},{whose},{value}\n")
 
 
 def read_stamps(folder: Path, since_s: float) -> list[Stamp]:
@@ -47,8 +51,8 @@ def read_stamps(folder: Path, since_s: float) -> list[Stamp]:
 
 def _stamps(path: Path) -> Iterator[Stamp]:
     for line in path.read_text(encoding="utf-8").splitlines():
-        time_s, name, value = line.split()
-        yield Stamp(float(time_s), name, float(value))
+        time_s, name, whose, value = line.split(",")
+        yield Stamp(float(time_s), name, whose, float(value))
 
 
 class StampedEngine:
@@ -68,13 +72,14 @@ class StampedEngine:
 
     def post(self, command: Command) -> None:
         if isinstance(command, AdmitSequence):
-            self._stamps.note(ADMITTED)
+            self._stamps.note(ADMITTED, command.seq_id)
         assert self._inner is not None
         self._inner.post(command)
 
     def hear(self, events: Sequence[Event]) -> None:
-        if any(isinstance(event, TokensSampled) for event in events):
-            self._stamps.note(self._sampled, getattr(self.stats, "last_execute_s"))  # noqa: B009
+        for event in events:
+            if isinstance(event, TokensSampled):
+                self._stamps.note(self._sampled, event.seq_id, getattr(self.stats, "last_execute_s"))  # noqa: B009
 
 
 class StampedReader:
@@ -93,10 +98,11 @@ class StampedReader:
     def fetch_tokens(
         self, agent: str, remote_table: Sequence[BlockId], local_table: Sequence[BlockId], tokens: range
     ) -> TokenFetch:
-        self._stamps.note(READ_BEGINS)
-        return _StampedFetch(
-            self._reader.fetch_tokens(agent, remote_table, local_table, tokens), self._stamps
-        )
+        is_small = len(tokens) < SMALL
+        if not is_small:
+            self._stamps.note(READ_BEGINS)
+        fetch = self._reader.fetch_tokens(agent, remote_table, local_table, tokens)
+        return fetch if is_small else _StampedFetch(fetch, self._stamps)
 
     def close(self) -> None:
         self._reader.close()
