@@ -81,7 +81,7 @@ class RouterConfig(_Section):
     """A worker from which nothing came for so long is taken for dead: what it did is done elsewhere."""
     local_prefill_tokens: int = Field(default=0, ge=0)
     """A prompt is computed where it is decoded when no more than so many of its tokens, by estimate, are
-    not cached there; 0: never. `make bench-handoff ARGS="--only local_prefill"` measures where that pays."""
+    not cached there; 0: never. `make bench-handoff ARGS="--only local_prefill"` tells where that pays."""
     local_prefill_on_failure: bool = True
     """Let decode workers compute prompts when prefill workers fail, or there are none."""
     prefill_grace_s: float = Field(default=2.0, ge=0)
