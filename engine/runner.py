@@ -47,6 +47,16 @@ class ModelRunner:
         self._host_pool = host_pool
         self._sampler = Sampler(eos_token_ids)
 
+    @property
+    def ops_name(self) -> str:
+        """What computes, for people."""
+        return self._model.ops.name
+
+    @property
+    def progress(self) -> int:
+        """Grows with every layer of every step. May be read from any thread."""
+        return self._model.num_layers_run
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Move blocks, write the KV of every slice's tokens, and sample and score where it is due."""
         with torch.inference_mode():

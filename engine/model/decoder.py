@@ -64,6 +64,8 @@ class DecoderModel:
         self.device = device
         self.dtype = dtype
         self.max_model_len = max_model_len or config.max_model_len
+        self.num_layers_run = 0
+        """Over all calls of `forward`: shows that a long one gets on."""
         reader = _WeightReader(config, weights, ops, device, dtype)
         self._embedding = reader.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._layers = [reader.layer(index) for index in range(config.num_layers)]
@@ -88,6 +90,7 @@ class DecoderModel:
             x = self._attend(index, x, rotation, attention)
             x, residual = self._add_norm(x, residual, layer.mlp_norm)
             delta = self.ops.linear(self.ops.gated(x, layer.gate_up), layer.down)
+            self.num_layers_run += 1
         return HiddenState(delta, residual)
 
     def logits(self, hidden: HiddenState, rows: torch.Tensor) -> torch.Tensor:

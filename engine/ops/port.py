@@ -66,6 +66,10 @@ class Ops(Protocol):
     """The arithmetic of a decoder. Stateless but for scratch memory; used by one thread."""
 
     @property
+    def name(self) -> str:
+        """For people: what computes."""
+
+    @property
     def row_multiple(self) -> int:
         """Callers pad the rows they pass to `linear` and `logits` to a multiple of this."""
 

@@ -12,7 +12,7 @@ import torch
 
 from engine.machine import find_compiler, read_cpu_flags
 from engine.ops.cpu.attention import MAX_HEAD_DIM, CpuAttention
-from engine.ops.cpu.build import build
+from engine.ops.cpu.build import build, instruction_set_of
 from engine.ops.cpu.instruction_sets import usable
 from engine.ops.cpu.library import Epilogue, Library
 from engine.ops.cpu.memory import zeros
@@ -27,7 +27,9 @@ class CpuOps:
 
     row_multiple = 1
 
-    def __init__(self, library: Library, dtype: torch.dtype) -> None:
+    def __init__(self, library: Library, dtype: torch.dtype, instruction_set: str = "") -> None:
+        """`instruction_set`: what the library was compiled for, as its name goes."""
+        self.name = f"C++ {instruction_set}".rstrip()
         self._library = library
         self._torch_dtype = dtype
         self._dtype = DTYPES[dtype]
@@ -59,7 +61,8 @@ class CpuOps:
         compiler = compiler or find_compiler()
         if compiler is None:
             raise StartupError("the C++ ops need a compiler: install g++ or clang++")
-        return cls(Library(build(candidates, cache_dir, compiler), num_threads), dtype)
+        library = build(candidates, cache_dir, compiler)
+        return cls(Library(library, num_threads), dtype, instruction_set_of(library))
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return self._pack([weight], [] if bias is None else [bias])
