@@ -12,27 +12,28 @@ from statistics import median
 from block_shapes import BLOCK_SIZE, SHAPES, block_bytes
 from figures import Figures
 from raw_transfer import RawReader, memcpy_s, raw_readers
+from rounds import Rounds
 
 RAW_COUNTS = (1, 4, 16)
 """Pieces of the raw reads."""
 MIB = 2**20
 
 
-def measure(num_tokens: int, num_rounds: int) -> Figures:
+def measure(num_tokens: int, rounds: Rounds) -> Figures:
     figures: Figures = {}
     for name, shape in SHAPES.items():
         num_blocks = num_tokens // BLOCK_SIZE
-        figures |= _measure(f"{name}_{num_tokens}", num_blocks, block_bytes(shape), num_rounds)
+        figures |= _measure(f"{name}_{num_tokens}", num_blocks, block_bytes(shape), rounds)
     return figures
 
 
-def _measure(name: str, num_blocks: int, size: int, num_rounds: int) -> Figures:
+def _measure(name: str, num_blocks: int, size: int, rounds: Rounds) -> Figures:
     total = num_blocks * size
     with raw_readers(total, (num_blocks, *RAW_COUNTS)) as readers:
         _round(readers, total, 0)  # connects
-        rounds = [_round(readers, total, i % len(readers)) for i in range(num_rounds)]
-    copy_s, ours_s, *raws_s = (min(seconds) for seconds in zip(*rounds, strict=True))
-    typical_s, *typical_raws_s = (median(seconds) for seconds in [*zip(*rounds, strict=True)][1:])
+        taken = [_round(readers, total, i % len(readers)) for i in rounds]
+    copy_s, ours_s, *raws_s = (min(seconds) for seconds in zip(*taken, strict=True))
+    typical_s, *typical_raws_s = (median(seconds) for seconds in [*zip(*taken, strict=True)][1:])
     return {
         f"transfer_{name}_blocks": (total / MIB / ours_s, "MiB/s"),
         f"transfer_{name}_best_raw": (total / MIB / min(raws_s), "MiB/s"),

@@ -31,7 +31,7 @@ from kv_transfer import (
 from protocol.errors import StartupError
 from protocol.ids import BlockId, WorkerId, WorkerIdentity
 from protocol.ports import Directory, KvTransport
-from rpc import WorkerProfile
+from rpc import Dial, WorkerProfile
 
 if TYPE_CHECKING:
     from cluster.engine_parts import EngineParts
@@ -109,8 +109,13 @@ def build_decode_worker(
     )
 
 
-def build_router(config: ClusterConfig, *, token: str, directory: Directory) -> Router:
-    """A router, not started. Loads the tokenizer, but neither weights nor torch."""
+def build_router(
+    config: ClusterConfig, *, token: str, directory: Directory, dial: Dial | None = None
+) -> Router:
+    """A router, not started. Loads the tokenizer, but neither weights nor torch.
+
+    `dial` opens the channels to workers; None: as the configuration says.
+    """
     from router.router import Router
     from router.settings import RouterSettings
     from router.tokenizer import load_tokenizer
@@ -137,7 +142,7 @@ def build_router(config: ClusterConfig, *, token: str, directory: Directory) -> 
         served_model_name=config.model_name,
         max_model_len=max_model_len(config, model),
         cluster_token=token,
-        dial=dial_of(config, "router"),
+        dial=dial or dial_of(config, "router"),
     )
 
 
@@ -147,6 +152,7 @@ def _profile(identity: WorkerIdentity, parts: EngineParts, token: str) -> Worker
         fingerprint=parts.fingerprint,
         max_model_len=parts.scheduler.max_model_len,
         cluster_token=token,
+        ops=parts.runner.ops_name,
     )
 
 

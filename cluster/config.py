@@ -74,14 +74,14 @@ class RouterConfig(_Section):
     worker_wait_s: float = Field(default=30.0, gt=0)
     """How long a request waits for a worker of a role to appear, or to have room for it."""
     max_retries: int = Field(default=3, ge=0)
-    """How often a request goes on elsewhere after a worker failed it."""
+    """How often in a row a request goes on elsewhere after a worker failed it, without getting on."""
     overload_retry_after_s: float = Field(default=1.0, ge=0)
     """What a client that is refused for want of room is told to wait."""
     frame_timeout_s: float = Field(default=4.0, gt=0)
     """A worker from which nothing came for so long is taken for dead: what it did is done elsewhere."""
     local_prefill_tokens: int = Field(default=0, ge=0)
     """A prompt is computed where it is decoded when no more than so many of its tokens, by estimate, are
-    not cached there; 0: never."""
+    not cached there; 0: never. `make bench-handoff ARGS="--only local_prefill"` tells where that pays."""
     local_prefill_on_failure: bool = True
     """Let decode workers compute prompts when prefill workers fail, or there are none."""
     prefill_grace_s: float = Field(default=2.0, ge=0)

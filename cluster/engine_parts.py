@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.model_length import max_model_len
+from cluster.provided_engine import OnEvents, ProvidedEngine
 from cluster.threads import threads_per_engine
-from engine import Command, EngineCore, EngineThread, Event, SchedulerConfig
+from engine import Command, EngineCore, EngineThread, SchedulerConfig
 from engine.device import limit_threads, memory_bytes, select_device, select_dtype
 from engine.host_kv_pool import HostKvPool
 from engine.kv_cache import (
@@ -26,14 +26,12 @@ from engine.model.decoder import DecoderModel
 from engine.ops import choose_ops
 from engine.runner import ModelRunner
 from engine.weights import ModelFolder, Progress, load_packed
-from kv_transfer import PoolMemory
+from kv_transfer import PoolMemory, Provision
 from protocol.errors import StartupError
 from protocol.handoff import Fingerprint
 from rpc import Engine
 
 logger = logging.getLogger(__name__)
-
-OnEvents = Callable[[Sequence[Event]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,12 @@ class EngineParts:
         return EngineCore(self.scheduler, self.runner, self.eos_token_ids, time.monotonic)
 
     def make_thread(self, name: str, on_events: OnEvents) -> Engine[Command]:
-        return EngineThread(self.make_core(), on_events, name)
+        def make(on_events: OnEvents) -> Engine[Command]:
+            return EngineThread(self.make_core(), on_events, name, progress=lambda: self.runner.progress)
+
+        if self.kv_cache.blocks.device.type != "cpu":
+            return make(on_events)  # such memory is there from the start
+        return ProvidedEngine(make, Provision(self.pool_memory), on_events)
 
     @property
     def pool_memory(self) -> PoolMemory:

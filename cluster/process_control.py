@@ -105,7 +105,7 @@ class ProcessControl:
             await asyncio.wait(self._conversations, timeout=1.0)
 
     async def connected(self, launch: str, timeout_s: float) -> ProcessLink:
-        """The process of this launch. Raises `StartupError` when it does not come."""
+        """The process of this launch. Raises `StartupError` when it does not come, or is gone at once."""
         expected: asyncio.Future[ProcessLink] = asyncio.get_running_loop().create_future()
         self._expected[launch] = expected
         try:
@@ -126,8 +126,14 @@ class ProcessControl:
         if hello is None or expected is None or expected.done():
             writer.close()  # it comes too late: it ends when it notices
             return
+        try:
+            process = psutil.Process(hello["pid"])
+        except psutil.NoSuchProcess:  # it ended between its hello and this look
+            writer.close()
+            expected.set_exception(StartupError("ended as soon as it had come up; see its log"))
+            return
         ready: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
-        link = ProcessLink(psutil.Process(hello["pid"]), writer, ready)
+        link = ProcessLink(process, writer, ready)
         expected.set_result(link)
         try:
             while (message := await _next_message(reader)) is not None:

@@ -147,6 +147,7 @@ class Supervisor:
         return await self._link.ask("idle", timeout_s)
 
     async def _run(self) -> None:
+        """Until there is a fault, which may be one of this supervisor itself: nobody else would see it."""
         while self.fault is None:
             await self._may_run.wait()
             try:
@@ -154,7 +155,15 @@ class Supervisor:
                 self._num_false_starts = 0
             except StartupError as error:
                 await self._pause_after(error)
+            except Exception as error:
+                self._give_up(error)
             logger.info("%s ended: %s", self.name, self._ended_because)
+
+    def _give_up(self, error: Exception) -> None:
+        logger.exception("%s is not supervised any more", self.name)
+        self._ended_because = f"its supervisor broke: {type(error).__name__}: {error}"
+        self.fault = StartupError(f"{self.name}: {self._ended_because}")
+        self.fault.__cause__ = error
 
     async def _pause_after(self, error: StartupError) -> None:
         self._ended_because = error.message

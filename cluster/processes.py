@@ -48,7 +48,7 @@ from cluster.process_spec import DEFAULT_BUILD, Place, ProcessSpec
 from cluster.process_supervisor import ProcessRecord, Supervisor
 from protocol.errors import EngineFault, SplitserveError, StartupError
 from protocol.ids import Role
-from rpc import wait_until
+from rpc import Dial, wait_until
 
 if TYPE_CHECKING:
     from router.router import Router
@@ -77,8 +77,10 @@ class ProcessCluster:
         build: str = DEFAULT_BUILD,
         health_timeout_s: float | None = 10.0,
         log_dir: Path | None = None,
+        dial: Dial | None = None,
     ) -> None:
-        """`places` by process name. Logs go to `log_dir`, which is kept; else they vanish at the end."""
+        """`places` by process name. Logs go to `log_dir`, which is kept; else they vanish at the end.
+        `dial` is how the router opens its channels to workers, as for `compose.build_router`."""
         self.config = config
         """May be exchanged: processes that start from then on get the new one."""
         self.token = secrets.token_hex(16)
@@ -86,6 +88,7 @@ class ProcessCluster:
         self._build = build
         self._health_timeout_s = health_timeout_s
         self._log_dir = log_dir
+        self._dial = dial
         self._ends = AsyncExitStack()
         self._directory_address = ""
         self._supervisors: dict[str, Supervisor] = {}
@@ -252,7 +255,9 @@ class ProcessCluster:
     async def _start_router(self) -> None:
         directory = GrpcDirectory(self._directory_address, self.token)
         self._ends.push_async_callback(directory.close)
-        self._router = compose.build_router(self.config, token=self.token, directory=directory)
+        self._router = compose.build_router(
+            self.config, token=self.token, directory=directory, dial=self._dial
+        )
         self._ends.push_async_callback(self._router.stop)
         await self._router.start()
 

@@ -198,13 +198,14 @@ class ClusterRun:
 
 
 def engines_in_words(workers: Sequence[WorkerRecord]) -> list[str]:
-    """`prefill: 2 x float32, 728 KV blocks of 16 tokens`, for example; a line per kind of engine."""
+    """`prefill: 2 x float32 by C++ avx2, 728 KV blocks of 16 tokens`, say; a line per kind of engine."""
     kinds = Counter(
-        (w.role.value, w.fingerprint.dtype, w.load.blocks_total, w.fingerprint.block_size) for w in workers
+        (w.role.value, w.fingerprint.dtype, w.ops, w.load.blocks_total, w.fingerprint.block_size)
+        for w in workers
     )
     return [
-        f"{role}: {number} x {dtype}, {blocks:,} KV blocks of {size} tokens"
-        for (role, dtype, blocks, size), number in sorted(kinds.items(), reverse=True)
+        f"{role}: {number} x {dtype} by {ops}, {blocks:,} KV blocks of {size} tokens"
+        for (role, dtype, ops, blocks, size), number in sorted(kinds.items(), reverse=True)
     ]
 
 

@@ -64,7 +64,7 @@ def as_table(status: ClusterStatus) -> str:
         return f"{status.url}  {health}\n{status.note}"
     lines = [f"{status.url}  {health}", ""]
     rows: list[tuple[str, ...]] = [
-        ("role", "worker", "address", "running", "waiting", "held", "blocks free", "dtype")
+        ("role", "worker", "address", "running", "waiting", "held", "blocks free", "dtype", "ops")
     ]
     rows += [_row(record) for record in status.workers]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -87,4 +87,5 @@ def _row(record: WorkerRecord) -> tuple[str, ...]:
         str(load.num_held),
         f"{load.blocks_free} of {load.blocks_total}",
         record.fingerprint.dtype,
+        record.ops or "-",
     )

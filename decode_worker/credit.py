@@ -3,9 +3,8 @@
 Pure bookkeeping. What a request will reserve is promised from its submission on; once its blocks are
 allocated, the engine's own count of free blocks has them.
 
-    spare = free - promised - reserve
+    spare = free - promised - reserve; of a worker without any request: its whole pool
     credit = spare / routers, but as much of it as the largest request needs
-    a worker without any request grants its whole pool
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ class CreditBook:
     def __init__(self, reserve: float, largest: int) -> None:
         """`reserve`: the share of the pool that is never granted; `largest`: blocks of the largest request.
 
-        With several routers, one such request each may be promised too much. It waits here then; without
-        that, a large request would never fit into a router's share while others keep the worker busy.
+        What several routers are granted exceeds the spare blocks by less than one such request for each
+        router but one, and by nothing where a share is larger than that. What was promised too much
+        waits here; else a large request would never fit into a share while others keep the worker busy.
         """
         self._reserve = reserve
         self._largest = largest
@@ -54,8 +54,9 @@ class CreditBook:
 
     def blocks(self, blocks_free: int, blocks_total: int) -> int:
         """What one session may still hand over, by the engine's present counts."""
-        if not self._promised:
-            return blocks_total  # so that the largest request gets through, however many routers there are
-        kept = math.ceil(blocks_total * self._reserve)
-        spare = max(0, blocks_free - self.num_promised_blocks - kept)
+        spare = self._spare(blocks_free, blocks_total) if self._promised else blocks_total
         return max(spare // max(1, self.num_sessions), min(spare, self._largest))
+
+    def _spare(self, blocks_free: int, blocks_total: int) -> int:
+        kept = math.ceil(blocks_total * self._reserve)
+        return max(0, blocks_free - self.num_promised_blocks - kept)

@@ -67,7 +67,14 @@ class LeaseKeeper:
             self._task.result()
 
     async def _run(self) -> None:
-        self._on_lost(await self._keep())
+        """A keeper that breaks keeps nothing: the KV is void, and `stop` raises what broke it."""
+        try:
+            lost = await self._keep()
+        except Exception as error:
+            why = f"the lease at {self._ticket.owner} is not kept any more: {type(error).__name__}: {error}"
+            self._on_lost(TransferFailed(why))
+            raise
+        self._on_lost(lost)
 
     async def _keep(self) -> TransferError:
         """Returns why the lease is lost."""

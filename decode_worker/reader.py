@@ -6,6 +6,8 @@ per read that ends, and transports need no locks.
 
     event loop ── call ──> inbox ──> transport thread ── result ──> future on the event loop
                                       │ polls the pending reads, every 0.1 ms at first, then up to 5 ms
+A call is answered after the poll that follows it: a read that its start has carried out wakes the event
+loop once, not twice.
 """
 
 from __future__ import annotations
@@ -78,14 +80,15 @@ class _Call:
     work: Callable[[], Any]
     result: Future[Any]
 
-    def run(self) -> None:
-        """Do the work for whoever waits for the result; its errors are theirs."""
+    def run(self) -> Callable[[], None] | None:
+        """Do the work for whoever waits for the result, its errors are theirs. Returns what tells them;
+        None when nobody waits any more."""
         if not self.result.set_running_or_notify_cancel():
-            return
+            return None
         try:
-            self.result.set_result(self.work())
+            return partial(self.result.set_result, self.work())
         except Exception as error:  # handed over whole to the waiting side
-            self.result.set_exception(error)
+            return partial(self.result.set_exception, error)
 
 
 class TransportThread:
@@ -96,6 +99,8 @@ class TransportThread:
         self._health = health
         self._inbox: SimpleQueue[_Call | None] = SimpleQueue()  # None only wakes the thread
         self._pending: list[_Pending] = []
+        self._answers: list[Callable[[], None]] = []
+        """To be told when the reads have been polled."""
         self._poll_s = MIN_POLL_S
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_stopping = False
@@ -158,22 +163,30 @@ class TransportThread:
             while not self._is_stopping:
                 self._take_calls()
                 self._poll_reads()
+                self._answer()
             self._reader.close()
         except BaseException as error:  # nothing is above a thread: pending reads stay pending
             self._report(error)
         finally:
             self._has_ended = True
+            self._answer()
             self._refuse_rest()
 
     def _take_calls(self) -> None:
         try:
             call = self._inbox.get(timeout=self._poll_s if self._pending else IDLE_WAIT_S)
             while True:
-                if call is not None:
-                    call.run()
+                answer = None if call is None else call.run()
+                if answer is not None:
+                    self._answers.append(answer)
                 call = self._inbox.get_nowait()
         except Empty:
             self._poll_s = min(2 * self._poll_s, MAX_POLL_S)
+
+    def _answer(self) -> None:
+        answers, self._answers = self._answers, []
+        for answer in answers:
+            answer()
 
     def _refuse_rest(self) -> None:
         while True:

@@ -2,11 +2,13 @@
 
 Blocks that are reserved when the ticket comes stay empty for the whole prefill. They are needed when the
 owner is nearly done: then what is ready is read at once, and only the last chunk is left to read
-after the first token. Nothing measured yet, or nothing to wait for: reserve now.
+after the first token. Too late costs the client a step of this engine, too early only idle blocks: so a
+prefill counts as faster than it was measured. Nothing measured yet, or nothing to wait for: reserve now.
 
     |------------- prefill, as its progress so far lets expect -------------|
-                                   |<-- MARGIN_S + READ_FACTOR x read time -->|
-                                   reserve
+    |------------------- DOUBT faster -------------------|
+                     |<-- MARGIN_S + READ_FACTOR x read -->|
+                     reserve
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from protocol.ports import Clock
 
 MARGIN_S = 0.25
 READ_FACTOR = 2.0
+DOUBT = 0.25
+"""Share of the expected time by which a prefill may be done earlier."""
 FADE = 0.75
 """What an observation's weight is multiplied by with each later one."""
 
@@ -65,11 +69,11 @@ class PrefillPace:
         self._tokens_ready, self._progressed_s = max(tokens_ready, self._tokens_ready), now_s
 
     def remaining_s(self) -> float | None:
-        """Seconds until the prefill is complete, as far as its owner was ever measured."""
+        """Seconds until the prefill may be complete, as far as its owner was ever measured."""
         whole_s = self._rate.time_for(self._num_tokens - self._tokens_ready)
         if whole_s is None:
             return None
-        return max(0.0, whole_s - (self._clock() - self._progressed_s))
+        return max(0.0, whole_s * (1 - DOUBT) - (self._clock() - self._progressed_s))
 
 
 def reservation_delay_s(remaining_s: float | None, read_s: float | None) -> float:

@@ -259,7 +259,7 @@ class DecodeSession:
         self.outbox.pending().failures.append(failure_to_wire(request_id, error))
 
     def _stamp(self, frame: pb.DecodeFrame) -> None:
-        load = self._tools.engine.stats.load
+        load = self._tools.engine.load
         takes = self._refusal() is None
         blocks = self._tools.credit.blocks(load.blocks_free, load.blocks_total) if takes else 0
         frame.load.CopyFrom(load_to_wire(load))

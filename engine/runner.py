@@ -51,6 +51,16 @@ class ModelRunner:
         self._sampler = Sampler(eos_token_ids, draw)
         self._decoding = RecordedDecoding.create(model, kv_cache.blocks)
 
+    @property
+    def ops_name(self) -> str:
+        """What computes, for people."""
+        return self._model.ops.name
+
+    @property
+    def progress(self) -> int:
+        """Grows with every layer of every step. May be read from any thread."""
+        return self._model.num_layers_run
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Move blocks, write the KV of every slice's tokens, and sample and score where it is due."""
         with torch.inference_mode():

@@ -27,7 +27,16 @@ OnEvents = Callable[[list[Event]], None]
 class EngineThread:
     """Runs one core until it is stopped or breaks. Everything public may be used from any thread."""
 
-    def __init__(self, core: EngineCore, on_events: OnEvents, name: str, idle_wait_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        on_events: OnEvents,
+        name: str,
+        idle_wait_s: float = 1.0,
+        *,
+        progress: Callable[[], int] | None = None,
+    ) -> None:
+        """`progress` grows while the core's executor computes; None: with its steps. Thread-safe."""
         self._core = core
         self._on_events = on_events
         self._idle_wait_s = idle_wait_s
@@ -37,6 +46,7 @@ class EngineThread:
         self._end: SplitserveError | None = None
         self._fault: EngineFault | None = None
         self._stats = core.stats()
+        self._progress = progress or (lambda: self._stats.num_steps)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
@@ -53,6 +63,11 @@ class EngineThread:
     def stats(self) -> EngineStats:
         """The snapshot after the last step or command."""
         return self._stats
+
+    @property
+    def progress(self) -> int:
+        """Grows while the engine computes, within its steps, too."""
+        return self._progress()
 
     def start(self) -> None:
         self._thread.start()

@@ -2,12 +2,13 @@
 
 lease         which tickets still hold              fingerprint  may two workers exchange KV at all
 memory        where a pool lies, which blocks may be touched
+provision     memory for the blocks that come next
 checksums     what blocks hold, in a number each
 factory       a transport by name                   peers        what all transports check
 nixl          between workers (`nixl_agent`, `nixl_metadata`)
 loopback      within one process
 faulty        any transport with faults on purpose (`faults`)
-reader        tokens from owners of any layout (`layout`, `staging`, `repack`)
+reader        tokens from owners of any layout (`layout`, `staging`, `staging_area`, `repack`)
 """
 
 from kv_transfer.checksums import block_checksums, require_checksums
@@ -18,6 +19,7 @@ from kv_transfer.fingerprint import check_compatible
 from kv_transfer.lease import LeaseTable
 from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
 from kv_transfer.memory import MemoryKind, PoolMemory
+from kv_transfer.provision import Provision
 from kv_transfer.reader import LayoutReader
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "LoopbackTransport",
     "MemoryKind",
     "PoolMemory",
+    "Provision",
     "ReadFaults",
     "agent_name",
     "block_checksums",

@@ -6,6 +6,7 @@ connect ──equal block size and KV type──> the transport over one's own p
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from itertools import count
 
@@ -15,15 +16,16 @@ from kv_transfer.layout import BlockLayout, blocks_over, entries
 from kv_transfer.memory import MemoryKind, PoolMemory
 from kv_transfer.repack import PoolView
 from kv_transfer.staging import StagedReads
+from kv_transfer.staging_area import NUM_SLOTS, StagingArea
 from protocol.errors import LayoutMismatch, SplitserveError, TransferFailed
 from protocol.handoff import Fingerprint, TransportEndpoint
 from protocol.ids import BlockId
-from protocol.ports import FetchHandle, FetchStatus, KvTransport, TokenFetch
+from protocol.ports import Clock, FetchHandle, FetchStatus, KvTransport, TokenFetch
 
 DEFAULT_STAGING_BYTES = 32 * 2**20
 """Of one owner layout; a block of an 8B model with 16 tokens has 2 MiB."""
-MIN_STAGING_BLOCKS = 3
-"""The null block, and two chunks of one block."""
+MIN_STAGING_BLOCKS = 1 + NUM_SLOTS
+"""The null block, and slots of one block."""
 
 MakeTransport = Callable[[PoolMemory, int], KvTransport]
 """A transport over a pool; the number tells apart the agents of one worker (see `agent_name`)."""
@@ -40,6 +42,7 @@ class LayoutReader:
         *,
         checksum: TakeChecksums | None = None,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
+        clock: Clock = time.monotonic,
     ) -> None:
         """`memory` is this worker's pool, `checksum` what is done with every block that arrives."""
         self._memory = memory
@@ -47,6 +50,7 @@ class LayoutReader:
         self._make_transport = make_transport
         self._checksum = checksum
         self._staging_bytes = staging_bytes
+        self._clock = clock
         self._serials = count()
         self._direct = make_transport(memory, next(self._serials))
         self._staged: dict[BlockLayout, StagedReads] = {}
@@ -97,18 +101,18 @@ class LayoutReader:
             )
         layout = BlockLayout.of(fingerprint)
         if layout not in self._staged:
-            self._staged[layout] = self._stage(layout)
+            mine = PoolView(self._memory, BlockLayout.of(self._fingerprint))
+            self._staged[layout] = StagedReads(lambda: self._make_area(layout), mine, self._checksum)
         return self._staged[layout]
 
-    def _stage(self, layout: BlockLayout) -> StagedReads:
-        mine = PoolView(self._memory, BlockLayout.of(self._fingerprint))
+    def _make_area(self, layout: BlockLayout) -> StagingArea:
         num_blocks = max(MIN_STAGING_BLOCKS, self._staging_bytes // layout.block_bytes)
         staging = PoolMemory.allocate(num_blocks, layout.block_bytes)
         try:
             transport = self._make_transport(staging, next(self._serials))
         except SplitserveError as error:
             raise TransferFailed(f"no staging area for {layout}: {error.message}") from error
-        return StagedReads(transport, PoolView(staging, layout), mine, self._checksum)
+        return StagingArea(transport, PoolView(staging, layout), self._clock)
 
 
 class DirectFetch:

@@ -1,25 +1,37 @@
 """How is KV of another layout read? Into a staging area of the owner's layout, then repacked.
 
     owner's blocks ──read──> staging blocks ──repack──> own blocks
-The staging area is bounded and shared by all reads of owners with one layout. A read takes its blocks in
+Staging areas are bounded and shared by all reads of owners with one layout. A read takes its blocks in
 chunks; while one is repacked the next one is under way. A read writes into the staging area alone: own
 blocks are written by the thread that polls, and only where the tokens asked for belong.
+
+A read that never ends keeps its slots for ever, but no other read waits for it: no read has more than
+half of an area, and when such reads hold all of it there is another one, up to `MAX_AREAS`.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kv_transfer.checksums import TakeChecksums
 from kv_transfer.layout import Piece, blocks_over, entries, pieces
 from kv_transfer.memory import check_pool_blocks
 from kv_transfer.repack import PoolView, convert
+from kv_transfer.staging_area import NUM_SLOTS, Chunk, StagingArea
 from protocol.errors import LayoutMismatch, TransferFailed
 from protocol.handoff import TransportEndpoint
 from protocol.ids import BlockId
-from protocol.ports import FetchHandle, FetchStatus, KvTransport
+from protocol.ports import FetchStatus
+
+MAX_CHUNKS = NUM_SLOTS // 2
+"""Of one read at a time: two, so that one is read while the other is repacked."""
+MAX_AREAS = 4
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,39 +48,69 @@ class StagedReads:
     """Reads from owners whose blocks have one layout, which is not one's own. On the transport's thread."""
 
     def __init__(
-        self, transport: KvTransport, staging: PoolView, mine: PoolView, checksum: TakeChecksums | None
+        self, make_area: Callable[[], StagingArea], mine: PoolView, checksum: TakeChecksums | None
     ) -> None:
-        """`transport` reads into the memory of `staging`; it is owned."""
-        self.transport = transport
-        self.staging = staging
+        """`make_area` makes areas for blocks of that layout, each with a transport of its own, which are
+        owned. Raises `TransferFailed` when it does.
+        """
+        self._make_area = make_area
+        self._areas = [make_area()]
+        """The newest last. Older ones have a read that does not end, and leave with it."""
+        self.layout = self._areas[0].view.layout
         self.mine = mine
         self.checksum = checksum
-        self.free_blocks: deque[BlockId] = deque(map(BlockId, range(1, staging.memory.num_blocks)))
-        self.chunk_blocks = max(1, len(self.free_blocks) // 2)
-        """Half of the area: so two chunks are under way, or two reads."""
         self.num_pending: Counter[str] = Counter()
         self._peers: dict[str, TransportEndpoint] = {}
 
     def connect(self, peer: TransportEndpoint) -> None:
-        layout = self.staging.layout
-        if peer.pool.block_bytes != layout.block_bytes:
+        if peer.pool.block_bytes != self.layout.block_bytes:
             raise LayoutMismatch(
-                f"a block of {peer.agent} has {peer.pool.block_bytes} bytes, but one of {layout} "
-                f"has {layout.block_bytes}"
+                f"a block of {peer.agent} has {peer.pool.block_bytes} bytes, but one of {self.layout} "
+                f"has {self.layout.block_bytes}"
             )
-        self.transport.connect(peer)
+        self._areas[-1].transport.connect(peer)
         self._peers[peer.agent] = peer
 
     def disconnect(self, agent: str) -> None:
         self._check_idle(agent)
-        self.transport.disconnect(agent)
+        for area in self._areas:
+            area.transport.disconnect(agent)
         self._peers.pop(agent, None)
 
     def close(self) -> None:
         for agent in self._peers:
             self._check_idle(agent)
         self._peers.clear()
-        self.transport.close()
+        for area in self._areas:
+            area.transport.close()
+
+    def start_chunk(self, agent: str, their_blocks: Mapping[int, BlockId]) -> Chunk | None:
+        """Read as many of these blocks, in order, as there is room for; None when there is none.
+
+        Raises `TransferFailed` when that cannot be started.
+        """
+        area = self._area_with_room()
+        if area is None:
+            return None
+        return area.start(self._peers[agent], dict(islice(their_blocks.items(), area.room)))
+
+    def end_chunk(self, chunk: Chunk) -> None:
+        """Of a read that is terminal."""
+        chunk.area.end(chunk)
+        for area in [area for area in self._areas[:-1] if area.is_idle]:
+            area.transport.close()
+            self._areas.remove(area)
+
+    def _area_with_room(self) -> StagingArea | None:
+        """A new one where reads that do not end hold all the others."""
+        for area in reversed(self._areas):
+            if area.room:
+                return area
+        if len(self._areas) == MAX_AREAS or not self._areas[-1].is_stuck:
+            return None
+        logger.warning("reads of KV in another layout do not end: later ones get another staging area")
+        self._areas.append(self._make_area())
+        return self._areas[-1]
 
     def fetch(
         self, agent: str, their_table: Sequence[BlockId], my_table: Sequence[BlockId], tokens: range
@@ -82,7 +124,7 @@ class StagedReads:
         peer = self._peers.get(wish.agent)
         if peer is None:
             raise TransferFailed(f"no connected peer is called {wish.agent}")
-        their_size, my_size = self.staging.layout.block_size, self.mine.layout.block_size
+        their_size, my_size = self.layout.block_size, self.mine.layout.block_size
         theirs = entries(wish.their_table, blocks_over(wish.tokens, their_size), "the owner's")
         mine = entries(wish.my_table, blocks_over(wish.tokens, my_size), "the reader's")
         try:
@@ -96,15 +138,6 @@ class StagedReads:
             raise TransferFailed(f"{self.num_pending[agent]} reads from {agent} are still pending")
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """One read into the staging area."""
-
-    handle: FetchHandle
-    blocks: dict[int, BlockId]
-    """The staging block of each index into the owner's table."""
-
-
 class StagedFetch:
     """The `TokenFetch` of one wish. Terminal only when none of its chunks is under way."""
 
@@ -112,11 +145,10 @@ class StagedFetch:
         """Raises `TransferFailed` when its first chunk cannot be started."""
         self._reads = reads
         self._wish = wish
-        self._pieces = _pieces_by_block(
-            wish.tokens, reads.staging.layout.block_size, reads.mine.layout.block_size
-        )
-        self._to_do = deque(self._pieces)
-        self._in_flight: list[_Chunk] = []
+        self._pieces = _pieces_by_block(wish.tokens, reads.layout.block_size, reads.mine.layout.block_size)
+        self._to_do = {index: wish.their_table[index] for index in self._pieces}
+        """The owner's blocks that are still to be read, by index into its table."""
+        self._in_flight: list[Chunk] = []
         self._checksums: dict[int, int] = {}
         self._has_failed = False
         self._status = FetchStatus.PENDING
@@ -125,7 +157,7 @@ class StagedFetch:
 
     @property
     def num_bytes(self) -> int:
-        return len(self._pieces) * self._reads.staging.layout.block_bytes
+        return len(self._pieces) * self._reads.layout.block_bytes
 
     def checksums(self) -> dict[int, int]:
         return self._checksums
@@ -162,30 +194,26 @@ class StagedFetch:
 
     def _start_chunk(self) -> bool:
         """False when nothing is left to start, or no room for it now."""
-        free = self._reads.free_blocks
-        num_blocks = min(len(self._to_do), len(free), self._reads.chunk_blocks)
-        if not num_blocks:
+        if not self._to_do or len(self._in_flight) >= MAX_CHUNKS:
             return False
-        blocks = {self._to_do[i]: free[i] for i in range(num_blocks)}
-        theirs = [self._wish.their_table[index] for index in blocks]
-        handle = self._reads.transport.fetch(self._wish.agent, theirs, list(blocks.values()))
-        for _ in blocks:  # only now: a read that cannot be started takes nothing
-            self._to_do.popleft()
-            free.popleft()
-        self._in_flight.append(_Chunk(handle, blocks))
+        chunk = self._reads.start_chunk(self._wish.agent, self._to_do)
+        if chunk is None:
+            return False
+        for index in chunk.blocks:
+            del self._to_do[index]
+        self._in_flight.append(chunk)
         return True
 
-    def _land(self, chunk: _Chunk, status: FetchStatus) -> None:
-        chunk.handle.release()
+    def _land(self, chunk: Chunk, status: FetchStatus) -> None:
         self._in_flight.remove(chunk)
         if status is not FetchStatus.DONE:
             self._has_failed = True
         elif not self._has_failed:
             self._unpack(chunk)
-        self._reads.free_blocks.extend(chunk.blocks.values())
+        self._reads.end_chunk(chunk)
 
-    def _unpack(self, chunk: _Chunk) -> None:
-        staging, mine = self._reads.staging, self._reads.mine
+    def _unpack(self, chunk: Chunk) -> None:
+        staging, mine = chunk.area.view, self._reads.mine
         if self._reads.checksum is not None:
             numbers = self._reads.checksum(staging.memory, list(chunk.blocks.values()))
             self._checksums.update(zip(chunk.blocks, numbers, strict=True))

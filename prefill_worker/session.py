@@ -283,4 +283,4 @@ class PrefillSession:
         self.outbox.pending().failures.append(failure_to_wire(request_id, error))
 
     def _stamp(self, frame: pb.PrefillFrame) -> None:
-        frame.load.CopyFrom(load_to_wire(self._engine.stats.load))
+        frame.load.CopyFrom(load_to_wire(self._engine.load))

@@ -261,6 +261,7 @@ def load_to_wire(load: Load) -> pb.Load:
         blocks_total=load.blocks_total,
         blocks_free=load.blocks_free,
         blocks_cached=load.blocks_cached,
+        progress=load.progress,
     )
 
 
@@ -273,6 +274,7 @@ def load_from_wire(wire: pb.Load) -> Load:
         blocks_total=wire.blocks_total,
         blocks_free=wire.blocks_free,
         blocks_cached=wire.blocks_cached,
+        progress=wire.progress,
     )
 
 
@@ -293,6 +295,7 @@ def record_to_wire(record: WorkerRecord) -> pb.WorkerRecord:
         max_model_len=record.max_model_len,
         load=load_to_wire(record.load),
         draining=record.draining,
+        ops=record.ops,
     )
 
 
@@ -305,6 +308,7 @@ def record_from_wire(wire: pb.WorkerRecord) -> WorkerRecord:
         max_model_len=wire.max_model_len,
         load=load_from_wire(wire.load),
         draining=wire.draining,
+        ops=wire.ops,
     )
 
 

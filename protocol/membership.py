@@ -22,6 +22,8 @@ class Load:
     blocks_free: int = 0
     """Blocks that can be handed out now, cached ones that may be evicted included."""
     blocks_cached: int = 0
+    progress: int = 0
+    """Grows while the engine computes, within its steps, too; only its growth means anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +38,5 @@ class WorkerRecord:
     max_model_len: int
     load: Load = Load()
     draining: bool = False
+    ops: str = ""
+    """What its engine computes with, for people: "C++ avx2", "torch"."""

@@ -113,7 +113,7 @@ class HandOver:
             self._seat = await self._placement.other_seat(self._run, self._leg, self._owner, REOFFER_WAIT_S)
         except TimeoutError:
             raise error from None
-        self._run.num_failures += 1
+        self._run.count_failure()
 
     async def __aenter__(self) -> HandOver:
         return self

@@ -94,13 +94,11 @@ class Member(Generic[LinkT]):
 
 
 def _advances(frame: Any, before: Load, load: Load) -> bool:
-    """Whether a frame shows work that gets on: tokens, or what other routers' tokens do to the load."""
+    """Whether a frame shows work that gets on: anybody's, also that of one step which lasts."""
     is_prefill = isinstance(frame, pb.PrefillFrame)
     if (is_prefill and (frame.tickets or frame.done)) or (not is_prefill and frame.deltas):
         return True
-    if not (before.num_running and load.num_running):
-        return False
-    return load.num_waiting_tokens < before.num_waiting_tokens or load.blocks_free < before.blocks_free
+    return load.progress > before.progress
 
 
 AnyMember = Member[PrefillLink] | Member[DecodeLink]

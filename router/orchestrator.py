@@ -160,10 +160,10 @@ class Orchestrator:
         run.blame(error)
         if isinstance(error, Overloaded) and not run.has_emitted and not self._has_alternative(run):
             raise error
-        pause_s = max(self._settings.retry_backoff_s * 2**run.num_failures, error.retry_after_s or 0.0)
+        pause_s = max(self._settings.retry_backoff_s * 2**run.num_vain_failures, error.retry_after_s or 0.0)
         if pause_s >= run.deadline.remaining_s:
             raise error
-        run.num_failures += 1
+        run.count_failure()
         self._observer.retried(error)
         logger.warning(
             "request %s goes on elsewhere after %d tokens: %s at %s",

@@ -20,7 +20,7 @@ class Run:
     request: GenerationRequest
     deadline: Deadline
     max_failures: int
-    """A further one ends the request."""
+    """So many in a row, without a decode worker that got on in between; a further one ends the request."""
     emitted: dict[int, list[int]]
     """Token ids that the client has, by choice; those that have ended or were dropped are gone."""
     has_emitted: bool = False
@@ -30,6 +30,11 @@ class Run:
     """It is to prove that a hand-off works: no decode worker may compute the prompt instead."""
     num_failures: int = 0
     """Lost readers that its tickets were offered to, and legs that failed."""
+    num_vain_failures: int = 0
+    """Those since a leg last got on: work that gets on may meet any number of mishaps, while what kills its
+    workers does not get on."""
+    num_tokens_of_leg: int = 0
+    """What the client got since the last failure."""
     num_faults: int = 0
     """Those of the failures that were an engine's fault: the request may be what breaks engines."""
     failed: set[WorkerIdentity] = field(default_factory=set)
@@ -46,7 +51,12 @@ class Run:
 
     @property
     def may_fail_again(self) -> bool:
-        return self.num_failures < self.max_failures
+        return self.num_vain_failures < self.max_failures
+
+    def count_failure(self) -> None:
+        self.num_failures += 1
+        self.num_vain_failures += 1
+        self.num_tokens_of_leg = 0
 
     def leg(self) -> GenerationRequest:
         """The request as the next leg's workers get it now."""
@@ -95,6 +105,9 @@ class Run:
     def note(self, delta: TokenDelta) -> None:
         """The client gets this delta now."""
         self.has_emitted = True
+        self.num_tokens_of_leg += len(delta.tokens)
+        if self.num_tokens_of_leg > self.request.n:  # so its decode worker came to some, too
+            self.num_vain_failures = 0
         if delta.finish_reason is None:
             self.emitted[delta.index].extend(token.token_id for token in delta.tokens)
         else:

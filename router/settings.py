@@ -23,9 +23,10 @@ class RouterSettings:
     """How long a request waits for a worker of a role to appear before it fails with 503, or for the
     credit of one before it fails with 429."""
     num_retries: int = 3
-    """Further legs that a request may get after its first one failed in a retryable way."""
+    """Further legs that a request may get in a row after one failed in a retryable way: a decode worker
+    that gets on with it renews them."""
     retry_backoff_s: float = 0.05
-    """Pause before the first retry; doubled for each further one."""
+    """Pause before the first retry in a row; doubled for each further one."""
     max_num_choices: int = 16
     """The largest `n` that a request may ask for."""
     max_body_bytes: int = 4 * 1024 * 1024

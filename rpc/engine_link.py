@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from protocol.errors import EngineFault, SplitserveError
@@ -89,6 +90,9 @@ class Engine(Protocol[CommandT_contra]):
     def fault(self) -> SplitserveError | None: ...
     @property
     def stats(self) -> EngineStats: ...
+    @property
+    def progress(self) -> int:
+        """Grows while a step computes, when `stats` stand still. Thread-safe."""
 
     def start(self) -> None: ...
 
@@ -128,6 +132,11 @@ class EngineLink(Generic[CommandT, EventT]):
     @property
     def stats(self) -> EngineStats:
         return self._engine.stats
+
+    @property
+    def load(self) -> Load:
+        """As of the last step, with the progress of the one that runs."""
+        return replace(self._engine.stats.load, progress=self._engine.progress)
 
     @property
     def num_listeners(self) -> int:

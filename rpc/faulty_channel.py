@@ -27,36 +27,40 @@ class FaultyDial:
     def __init__(self, faults: CallFaults, caller: str, dial: Dial = open_channel) -> None:
         """`caller` names the process within the cluster."""
         self.plans = faults.plans(caller)
-        """By method, for tests that script what happens next."""
+        """Of calls and of what is sent on streams, by method, for tests that script what happens next."""
+        self.received = faults.plans(f"{caller}/received")
+        """Of what comes back on streams."""
         self._dial = dial
 
     def __call__(self, address: str, token: str) -> FaultyChannel:
-        return FaultyChannel(self._dial(address, token), self.plans)
+        return FaultyChannel(self._dial(address, token), self.plans, self.received)
 
 
 class FaultyChannel(grpc.aio.Channel):
     """Another channel, which it owns, with faults. Its streams know what `WorkerSession` asks of one."""
 
-    def __init__(self, channel: grpc.aio.Channel, plans: Mapping[str, CallPlan]) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, plans: Mapping[str, CallPlan], received: Mapping[str, CallPlan]
+    ) -> None:
+        """The plans as `FaultyDial` has them."""
         self._channel = channel
         self._plans = plans
+        self._received = received
 
     def unary_unary(self, method: str, *args: Any, **options: Any) -> Any:
-        return FaultyMethod(self._channel.unary_unary(method, *args, **options), self._plan(method))
+        plan = self._plans[_name(method)]
+        return FaultyMethod(self._channel.unary_unary(method, *args, **options), plan)
 
     def stream_stream(self, method: str, *args: Any, **options: Any) -> Any:
         open_stream = self._channel.stream_stream(method, *args, **options)
-        plan = self._plan(method)
-        return lambda *args, **options: FaultyStream(open_stream(*args, **options), plan)
+        plans = self._plans[_name(method)], self._received[_name(method)]
+        return lambda *args, **options: FaultyStream(open_stream(*args, **options), *plans)
 
     def unary_stream(self, *args: Any, **options: Any) -> Any:
         return self._channel.unary_stream(*args, **options)
 
     def stream_unary(self, *args: Any, **options: Any) -> Any:
         return self._channel.stream_unary(*args, **options)
-
-    def _plan(self, method: str) -> CallPlan:
-        return self._plans[method.rpartition("/")[2]]
 
     async def close(self, grace: float | None = None) -> None:
         await self._channel.close(grace)
@@ -130,13 +134,15 @@ async def _both(first: Any, second: Any) -> Any:
 class FaultyStream:
     """One open stream; every message has a fate, in both directions."""
 
-    def __init__(self, call: Any, plan: CallPlan) -> None:
+    def __init__(self, call: Any, sent: CallPlan, received: CallPlan) -> None:
         self._call = call
-        self._plan = plan
+        self._sent = sent
+        self._received = received
         self._is_silent = False
+        self._is_given_up = asyncio.Event()
 
     async def write(self, message: Any) -> None:
-        await self._meet_fate()
+        await self._meet_fate(self._sent)
         if not self._is_silent:
             await self._call.write(message)
 
@@ -146,29 +152,38 @@ class FaultyStream:
             message = await self._call.read()
             if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
                 return message
-            await self._meet_fate()
-            if not self._is_silent:
+            await self._meet_fate(self._received)
+            if not self._is_silent and not self._is_given_up.is_set():
                 return message
 
     def cancel(self) -> bool:
+        self._is_given_up.set()
         return bool(self._call.cancel())
 
     def cancelled(self) -> bool:
         return bool(self._call.cancelled())
 
-    async def _meet_fate(self) -> None:
-        fault = self._plan.take()
+    async def _meet_fate(self, plan: CallPlan) -> None:
+        fault = plan.take()
         if fault is None:
             return
         if fault.kind is CallFaultKind.DISCONNECT:
             self._break()
         if fault.kind is CallFaultKind.DROP:
             self._is_silent = True
-        await asyncio.sleep(fault.delay_s if fault.kind is CallFaultKind.DELAY else 0)
+        if fault.kind is CallFaultKind.DELAY:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(fault.delay_s):
+                    await self._is_given_up.wait()
 
     def _break(self) -> NoReturn:
-        self._call.cancel()
+        self.cancel()
         raise _error(grpc.StatusCode.UNAVAILABLE)
+
+
+def _name(method: str) -> str:
+    """Of a method's full path."""
+    return method.rpartition("/")[2]
 
 
 def _error(code: grpc.StatusCode) -> grpc.aio.AioRpcError:

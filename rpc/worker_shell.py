@@ -51,6 +51,8 @@ class WorkerProfile:
     cluster_token: str = field(repr=False)
     advertise_host: str | None = None
     """Where other machines reach this worker; None: the host that it listens on."""
+    ops: str = ""
+    """What its engine computes with."""
 
 
 class WorkerShell(Generic[CommandT, EventT]):
@@ -99,8 +101,9 @@ class WorkerShell(Generic[CommandT, EventT]):
             address=self._address,
             fingerprint=self.profile.fingerprint,
             max_model_len=self.profile.max_model_len,
-            load=self.engine.stats.load,
+            load=self.engine.load,
             draining=self.is_draining or self.health.fault is not None,
+            ops=self.profile.ops,
         )
 
     async def start(self, registrars: Iterable[Registrar], host: str, port: int) -> str:

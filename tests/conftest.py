@@ -12,9 +12,27 @@ if TYPE_CHECKING:
     from served_cluster import Served
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts a Ray cluster runs last, and those that share one run together."""
-    items.sort(key=lambda item: ("ray" in item.keywords, "served" in getattr(item, "fixturenames", ())))
+WHOLE_CLUSTERS = {"acceptance", "netns", "soak"}
+"""Folders of tests that start clusters of processes, or measure what becomes of one under load."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of two processes one runs all clusters, from the start and one at a time: that takes longest.
+
+    In a single process clusters come last. Those that share one on Ray run together in either case.
+    """
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("clusters" if _needs_cluster(item) else item.path.stem))
+    is_one_of_two = hasattr(config, "workerinput")
+    items.sort(key=lambda item: (_needs_cluster(item) != is_one_of_two, *_order_of_clusters(item)))
+
+
+def _needs_cluster(item: pytest.Item) -> bool:
+    return item.path.parent.name in WHOLE_CLUSTERS or "ray" in item.keywords
+
+
+def _order_of_clusters(item: pytest.Item) -> tuple[bool, bool]:
+    return "ray" in item.keywords, "served" in getattr(item, "fixturenames", ())
 
 
 @pytest.fixture(scope="session")

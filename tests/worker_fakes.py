@@ -28,6 +28,7 @@ class ScriptedEngine:
         self.alive = True
         self.fault: SplitserveError | None = None
         self.stats = EngineStats(blocks_total=100, blocks_free=100)
+        self.progress = 0
         self.refuses_with: SplitserveError | None = None
 
     def start(self) -> None:

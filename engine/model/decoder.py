@@ -55,6 +55,8 @@ class DecoderModel:
         self.dtype = dtype
         self.max_model_len = max_model_len or config.max_model_len
         self._weights = weights
+        self.num_layers_run = 0
+        """Over all calls: shows that a long one gets on."""
         cos, sin = rope_tables(config.rope, config.head_dim, self.max_model_len, dtype)
         self._cos, self._sin = cos.to(device), sin.to(device)
 
@@ -89,6 +91,7 @@ class DecoderModel:
             x = self._attend(index, x, rotation, attention)
             x, residual = self._add_norm(x, residual, layer.mlp_norm)
             delta = self.ops.linear(self.ops.gated(x, layer.gate_up), layer.down)
+            self.num_layers_run += 1
         return HiddenState(delta, residual)
 
     def logits(self, hidden: HiddenState, rows: torch.Tensor) -> torch.Tensor:

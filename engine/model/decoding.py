@@ -48,6 +48,7 @@ class RecordedDecoding:
         else:
             step.inputs.fill(self._model, sequences)
             step.recording.run()
+            self._model.num_layers_run += self._model.config.num_layers
         return step.recording.output
 
     def _record(self, sequences: Items[Sequence]) -> _Step:

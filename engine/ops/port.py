@@ -82,6 +82,10 @@ class Ops(Protocol):
         """Names the format of what is packed, so that it can be kept; None: it is no plain memory."""
 
     @property
+    def name(self) -> str:
+        """For people: what computes."""
+
+    @property
     def row_multiple(self) -> int:
         """Callers pad the rows they pass to `linear` and `logits` to a multiple of this."""
 

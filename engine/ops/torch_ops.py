@@ -23,6 +23,7 @@ class TorchOps:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._uses_onednn = _onednn_can_run(device, dtype)
         self._head_dtype = torch.float32 if device.type == "cpu" else dtype
+        self.name = "torch (oneDNN)" if self._uses_onednn else "torch"
         self.row_multiple = _row_multiple(device, self._uses_onednn)
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:

@@ -460,6 +460,7 @@ class Load(_message.Message):
     BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
     BLOCKS_FREE_FIELD_NUMBER: _builtins.int
     BLOCKS_CACHED_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_held: _builtins.int
@@ -467,6 +468,8 @@ class Load(_message.Message):
     blocks_total: _builtins.int
     blocks_free: _builtins.int
     blocks_cached: _builtins.int
+    progress: _builtins.int
+    """grows while the engine computes, within a step, too"""
     def __init__(
         self,
         *,
@@ -477,10 +480,11 @@ class Load(_message.Message):
         blocks_total: _builtins.int = ...,
         blocks_free: _builtins.int = ...,
         blocks_cached: _builtins.int = ...,
+        progress: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "num_held", b"num_held", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "num_held", b"num_held", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -497,10 +501,13 @@ class WorkerRecord(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    OPS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     address: _builtins.str
     max_model_len: _builtins.int
     draining: _builtins.bool
+    ops: _builtins.str
+    """what the engine computes with, for people"""
     @_builtins.property
     def identity(self) -> Global___Identity: ...
     @_builtins.property
@@ -517,10 +524,11 @@ class WorkerRecord(_message.Message):
         max_model_len: _builtins.int = ...,
         load: Global___Load | None = ...,
         draining: _builtins.bool = ...,
+        ops: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "identity", b"identity", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "fingerprint", b"fingerprint", "identity", b"identity", "load", b"load", "max_model_len", b"max_model_len", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "fingerprint", b"fingerprint", "identity", b"identity", "load", b"load", "max_model_len", b"max_model_len", "ops", b"ops", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -199,8 +199,8 @@ class _SaysOk(BaseHTTPRequestHandler):
 def test_engines_are_told_once_per_kind() -> None:
     workers = [record(Role.PREFILL, "p"), record(Role.DECODE, "d"), record(Role.DECODE, "e")]
     assert engines_in_words(workers) == [
-        "prefill: 1 x float32, 10 KV blocks of 16 tokens",
-        "decode: 2 x float32, 10 KV blocks of 16 tokens",
+        "prefill: 1 x float32 by C++ avx2, 10 KV blocks of 16 tokens",
+        "decode: 2 x float32 by C++ avx2, 10 KV blocks of 16 tokens",
     ]
 
 
@@ -208,7 +208,9 @@ def record(role: Role, worker_id: str) -> WorkerRecord:
     fingerprint = Fingerprint("m", "r", "float32", "float32", 2, 2, 16, 16)
     identity = WorkerIdentity(WorkerId(worker_id), "1")
     load = Load(num_running=2, blocks_total=10, blocks_free=7)
-    return WorkerRecord(identity, role, "127.0.0.1:1", fingerprint, max_model_len=64, load=load)
+    return WorkerRecord(
+        identity, role, "127.0.0.1:1", fingerprint, max_model_len=64, load=load, ops="C++ avx2"
+    )
 
 
 def test_the_table_has_a_line_per_worker_and_names_a_missing_role() -> None:
@@ -216,6 +218,7 @@ def test_the_table_has_a_line_per_worker_and_names_a_missing_role() -> None:
     assert "alive, not ready" in table
     assert any(line.split()[:2] == ["decode", "d@1"] for line in table.splitlines())
     assert "7 of 10" in table
+    assert "C++ avx2" in table
     assert table.endswith("no prefill worker lives")
 
 

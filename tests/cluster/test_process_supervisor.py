@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import pytest
 from cluster.process_control import ProcessControl
 from cluster.process_spec import ProcessSpec
 from cluster.process_supervisor import MAX_FALSE_STARTS, Supervisor
-from protocol.errors import WorkerUnavailable
+from protocol.errors import StartupError, WorkerUnavailable
 from protocol.ids import Role
 from rpc import wait_until
 
@@ -52,6 +54,8 @@ class Stage:
     behaviours: list[str] = field(default_factory=list)
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
     supervisors: list[Supervisor] = field(default_factory=list)
+    breaks_at: int | None = None
+    """The number of the launch that meets a bug."""
 
     def supervise(self, *behaviours: str, health_timeout_s: float | None = 10.0) -> Supervisor:
         self.behaviours = list(behaviours)
@@ -85,6 +89,8 @@ class Stage:
         )
 
     def _launch(self, spec: ProcessSpec) -> None:
+        if len(self.started) + 1 == self.breaks_at:
+            raise ZeroDivisionError("no more")
         behaviour = self.behaviours.pop(0) if self.behaviours else "good"
         command = [sys.executable, "-S", "-c", STAND_IN, spec.control_path, spec.launch, behaviour]
         self.started.append(subprocess.Popen(command))
@@ -175,6 +181,29 @@ async def test_a_stopped_process_does_not_keep_the_cluster_from_its_end(stage: S
     await supervisor.stop()
     assert stage.started[0].wait(10) is not None
     assert supervisor.survivors() == []
+
+
+async def test_a_process_that_ends_with_its_hello_is_not_waited_for(stage: Stage) -> None:
+    """It would have been waited for until the time for its start was over."""
+    coming = asyncio.create_task(stage.control.connected("one", 600))
+    await asyncio.sleep(0)
+    gone = await asyncio.create_subprocess_exec(sys.executable, "-S", "-c", "")
+    await gone.wait()
+    _, writer = await asyncio.open_unix_connection(stage.control.path)
+    writer.write(json.dumps({"hello": "one", "pid": gone.pid}).encode() + b"\n")
+    with pytest.raises(StartupError, match="ended as soon as it had come up"):
+        await coming
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_a_supervisor_that_breaks_says_so(stage: Stage) -> None:
+    """It would have ended in silence, and its process have had no successor."""
+    supervisor = stage.supervise("crashes")
+    stage.breaks_at = 2
+    await until(lambda: supervisor.fault is not None)
+    assert str(supervisor.fault) == "decode-0: its supervisor broke: ZeroDivisionError: no more"
+    assert supervisor.record.ended_because == "its supervisor broke: ZeroDivisionError: no more"
 
 
 async def test_a_question_to_a_process_that_has_just_ended_is_not_waited_for(stage: Stage) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from decode_worker.credit import CreditBook
 from protocol.ids import SequenceId
@@ -16,9 +18,29 @@ def book(num_sessions: int = 1, reserve: float = 0.0, largest: int = 1) -> Credi
     return credit
 
 
-@pytest.mark.parametrize("num_sessions", [0, 1, 7])
-def test_empty_worker_grants_its_whole_pool_to_everyone(num_sessions: int) -> None:
+@pytest.mark.parametrize("num_sessions", [0, 1])
+def test_empty_worker_grants_its_whole_pool(num_sessions: int) -> None:
     assert book(num_sessions, reserve=0.5).blocks(3, 100) == 100
+
+
+@pytest.mark.parametrize(("largest", "each"), [(5, 25), (60, 60), (100, 100)])
+def test_routers_share_an_empty_worker_but_for_the_largest_request(largest: int, each: int) -> None:
+    assert book(num_sessions=4, largest=largest).blocks(100, 100) == each
+
+
+@given(st.integers(1, 8), st.integers(1, 200), st.integers(0, 200), st.integers(0, 200))
+def test_routers_are_promised_less_than_one_largest_request_each_too_much(
+    num_sessions: int, largest: int, promised: int, blocks_free: int
+) -> None:
+    total = 200
+    credit = book(num_sessions, largest=largest)
+    if promised:
+        credit.accept(A, promised)
+    spare = max(0, blocks_free - promised) if promised else total
+    excess = num_sessions * credit.blocks(blocks_free, total) - spare
+    assert excess <= (num_sessions - 1) * largest
+    if spare >= num_sessions * largest:
+        assert excess <= 0
 
 
 def test_promised_blocks_are_not_granted_again_until_they_are_allocated_and_counted() -> None:

@@ -131,6 +131,26 @@ async def test_owner_behind_a_cut_network_is_lost_within_five_seconds() -> None:
 
 
 @virtual_time
+async def test_keeper_that_breaks_counts_as_a_lost_lease_and_says_what_broke_it() -> None:
+    class Broken(FakeOwner):
+        async def renew(self, ticket, tokens_known, wait_s):  # type: ignore[no-untyped-def]
+            raise KeyError("lease_s")
+
+    bench = Bench()
+    await bench.stop()
+    losses: list[TransferError] = []
+    ticket = make_ticket(make_request(num_prompt=NUM_TOKENS), tokens_ready=0)
+    pace = PrefillPace(NUM_TOKENS, 0, Rate(), bench.clock)
+    keeper = LeaseKeeper(ticket, Broken(), pace, losses.append, bench.clock)
+    await settle()
+    (error,) = losses
+    assert isinstance(error, TransferFailed)
+    assert "is not kept any more: KeyError: 'lease_s'" in error.message
+    with pytest.raises(KeyError):
+        await keeper.stop()
+
+
+@virtual_time
 async def test_owner_that_answers_again_in_time_is_kept() -> None:
     bench = Bench()
     for _ in range(5):

@@ -53,6 +53,7 @@ class ScriptedReader:
         self.fetches: list[ScriptedFetch] = []
         self.peers: list[str] = []
         self.refuses = False
+        self.status_at_first = FetchStatus.PENDING
         self.poll_raises = False
         self.is_closed = False
 
@@ -76,6 +77,7 @@ class ScriptedReader:
         if self.refuses:
             raise TransferFailed("cannot start")
         self.fetches.append(ScriptedFetch(self, 100 * len(tokens)))
+        self.fetches[-1].status = self.status_at_first
         return self.fetches[-1]
 
     def close(self) -> None:
@@ -110,6 +112,16 @@ async def test_all_calls_come_from_one_thread_which_is_not_the_loops() -> None:
     assert transport.fetches[0].num_released == 1
     assert len(transport.threads) == 1
     assert threading.get_ident() not in transport.threads
+
+
+async def test_read_that_its_start_has_carried_out_is_over_when_it_is_told_of() -> None:
+    """Between processes of one machine that is the rule; each wait for the thread would cost a wake-up."""
+    async with running() as (reader, transport, _):
+        transport.status_at_first = FetchStatus.DONE
+        read = await reader.read("peer", BLOCKS, BLOCKS, range(2))
+        await asyncio.sleep(0)
+        assert read.ended.done()
+        assert transport.fetches[0].num_released == 1
 
 
 async def test_reads_end_independently() -> None:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from decode_worker.reservation import MARGIN_S, READ_FACTOR, PrefillPace, Rate, reservation_delay_s
+from decode_worker.reservation import (
+    DOUBT,
+    MARGIN_S,
+    READ_FACTOR,
+    PrefillPace,
+    Rate,
+    reservation_delay_s,
+)
 
 
 class HandClock:
@@ -52,9 +59,9 @@ def test_pace_of_a_measured_owner_is_known_from_the_start() -> None:
     clock, rate = HandClock(), Rate()
     rate.observe(100, 1.0)
     pace = PrefillPace(1000, 200, rate, clock)
-    assert pace.remaining_s() == pytest.approx(8.0)
+    assert pace.remaining_s() == pytest.approx(8.0 * (1 - DOUBT))
     clock.now_s += 3
-    assert pace.remaining_s() == pytest.approx(5.0)
+    assert pace.remaining_s() == pytest.approx(8.0 * (1 - DOUBT) - 3)
     clock.now_s += 30
     assert pace.remaining_s() == 0.0
 
@@ -69,7 +76,7 @@ def test_where_the_prefill_stands_at_first_is_not_taken_for_its_speed() -> None:
     clock.now_s += 2.0
     pace.note(800)
     assert rate.per_s == pytest.approx(100)
-    assert pace.remaining_s() == pytest.approx(2.0)
+    assert pace.remaining_s() == pytest.approx(2.0 * (1 - DOUBT))
 
 
 def test_word_without_progress_changes_nothing() -> None:
@@ -82,7 +89,16 @@ def test_word_without_progress_changes_nothing() -> None:
     assert rate.per_s == pytest.approx(100)
     clock.now_s += 1
     pace.note(50)
-    assert pace.remaining_s() == pytest.approx(8.0)
+    assert pace.remaining_s() == pytest.approx(9.0 * (1 - DOUBT) - 1)
+
+
+def test_blocks_are_there_in_time_for_a_prefill_that_is_faster_than_the_last_ones() -> None:
+    """Reserved only when it was done, they cost the client a wait for the engine."""
+    clock, rate = HandClock(), Rate()
+    rate.observe(512, 3.0)
+    pace = PrefillPace(512, 0, rate, clock)
+    clock.now_s += 2.1
+    assert reservation_delay_s(pace.remaining_s(), 0.01) == 0
 
 
 @pytest.mark.parametrize(("remaining_s", "read_s"), [(None, 0.1), (10.0, None), (None, None), (0.0, 0.0)])

@@ -273,7 +273,7 @@ BUGS: dict[str, tuple[Settings, Settings]] = {
     "choices without a seat": (ANY_LOAD, {"make_roster": TakesNoSeatForTheUnborn}),
     "host blocks that are not given back": (ANY_LOAD, {"make_roster": keeping_host_blocks}),
     "hits that are computed after all": (RANKED_LOAD, {"make_roster": PraisesTheFirstHit}),
-    "blocks that are told before they are moved": (RANKED_LOAD, {"make_core": TellsOfMovedBlocks}),
+    "blocks that are told before they are moved": (TIGHT_LOAD, {"make_core": TellsOfMovedBlocks}),
     "a newcomer that is refused for one behind it": (RANKED_LOAD, {"make_core": RefusesTheNewcomer}),
     "a stream that a full queue breaks": (RANKED_LOAD, {"make_core": RefusesEveryone}),
     "preemption in vain": (RANKED_LOAD, {"make_core": with_admission(PreemptsInVain)}),

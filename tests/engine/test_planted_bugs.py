@@ -1,4 +1,4 @@
-"""Would state machine and random load find a broken engine? Both must find each bug, but for rare ones."""
+"""Would state machine and random load find a broken engine? Both must find each bug."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 from engine_load import RandomLoad
 from engine_machine import AnyOrder, machine_settings
 from engine_world import World
+from hypothesis import seed
 from hypothesis.stateful import run_state_machine_as_test
 from planted_bugs import ANY_LOAD, BUGS, RANKED_LOAD, Settings
 
@@ -20,11 +21,11 @@ def test_the_random_load_finds(bug: str) -> None:
         RandomLoad(world, seed=3).run(3000)
 
 
-TOO_RARE = {"preemption in vain among those that share"}
-"""What 400 runs of the state machine do not meet: the random load alone finds these."""
+NUM_CAMPAIGNS, NUM_RUNS = 16, 25
+"""Short campaigns: Hypothesis tries less and less that is new in a long one."""
 
 
-@pytest.mark.parametrize("bug", [bug for bug in BUGS if bug not in TOO_RARE])
+@pytest.mark.parametrize("bug", BUGS)
 def test_the_state_machine_finds(bug: str) -> None:
     load, broken = BUGS[bug]
 
@@ -33,7 +34,13 @@ def test_the_state_machine_finds(bug: str) -> None:
             return World(**broken, **{**engine_settings, **load})
 
     with pytest.raises((EngineFault, AssertionError)):
-        run_state_machine_as_test(Broken, settings=machine_settings(400, shrink=False))
+        run_campaigns(Broken)
+
+
+def run_campaigns(machine: type[AnyOrder]) -> None:
+    """The same ones every time."""
+    for number in range(1, 1 + NUM_CAMPAIGNS):
+        run_state_machine_as_test(seed(number)(machine), settings=machine_settings(NUM_RUNS, shrink=False))
 
 
 @pytest.mark.parametrize("load", [ANY_LOAD, RANKED_LOAD], ids=["fcfs", "priority"])

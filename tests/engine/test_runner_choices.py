@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_models import VOCAB_SIZE, BlockDealer, Twins, generate, make_prompt, make_twins, run_step
 
+from engine.ops import Linear, TorchOps
 from engine.plan import Slice, StepPlan
 from engine.runner import ModelRunner
 from engine.sampling.prompt_scores import MAX_ROWS
@@ -52,6 +53,21 @@ def test_each_sibling_gets_the_token_that_its_seed_gives_alone() -> None:
     assert list(result.siblings[1]) == [first_token(prompt, choice_seed(77, i)) for i in range(1, 5)]
     assert list(result.siblings[2]) == [first_token(make_prompt(9), choice_seed(3, i)) for i in (1, 2)]
     assert len({token.token_id for token in result.siblings[1]}) > 1
+
+
+def test_progress_of_a_step_shows_while_it_lasts() -> None:
+    """A long step looks like a dead engine from outside, but for this."""
+    seen: list[int] = []
+
+    class WatchedOps(TorchOps):
+        def gated(self, x: torch.Tensor, gate_up: Linear) -> torch.Tensor:
+            seen.append(runner.progress)
+            return super().gated(x, gate_up)
+
+    watched = make_twins("smollm2", ops=WatchedOps(torch.device("cpu"), torch.float32))
+    runner = watched.new_runner()
+    runner.execute(StepPlan([Slice(BlockDealer().sequence(make_prompt(20), 1), 20)], 20))
+    assert seen == list(range(watched.config.num_layers))
 
 
 def test_siblings_wait_until_their_parent_samples() -> None:

@@ -62,6 +62,10 @@ class SteppedEngine:
     def stats(self) -> EngineStats:
         return self.core.stats()
 
+    @property
+    def progress(self) -> int:
+        return self.stats.num_steps
+
     def start(self) -> None:
         self.alive = True
 

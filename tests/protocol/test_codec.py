@@ -56,9 +56,9 @@ deltas = st.builds(
 )
 fingerprints = st.builds(Fingerprint, text, text, text, text, u32, u32, u32, u32)
 tickets = st.builds(Ticket, text, identities, text, st.lists(u32.map(BlockId)).map(tuple), u32, u32, real)
-loads = st.builds(Load, u32, u32, u32, u32, u32, u32, u32)
+loads = st.builds(Load, u32, u32, u32, u32, u32, u32, u32, st.integers(0, 2**64 - 1))
 records = st.builds(
-    WorkerRecord, identities, st.sampled_from(Role), text, fingerprints, u32, loads, st.booleans()
+    WorkerRecord, identities, st.sampled_from(Role), text, fingerprints, u32, loads, st.booleans(), text
 )
 endpoints = st.builds(
     TransportEndpoint,

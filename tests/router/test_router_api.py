@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -289,12 +290,11 @@ async def test_handoff_that_had_no_turn_at_a_busy_worker_leaves_the_service_read
         worker.num_until_pause = 0
         await running.until(lambda: router.not_ready_because() is not None)  # nothing moves there
         assert all(request.priority == -(2**31) for request in worker.requests)
-        waiting_tokens = 1_000_000
+        layers = itertools.count(1)
 
         def is_ready_while_it_works() -> bool:
-            nonlocal waiting_tokens
-            waiting_tokens -= 512
-            worker.report(Load(num_running=1, num_waiting=3, num_waiting_tokens=waiting_tokens))
+            """In one step that lasts: nothing else of its load changes."""
+            worker.report(Load(num_running=1, num_waiting=3, progress=next(layers)))
             return router.not_ready_because() is None
 
         await running.until(is_ready_while_it_works)
@@ -307,12 +307,10 @@ async def test_failed_handoff_counts_however_busy_the_worker_is() -> None:
     async with bench(**changes) as running:
         router, worker = running.router, running.decode
         worker.failures = [LayoutMismatch("no way")] * 1000
-        waiting_tokens = 1_000_000
+        layers = itertools.count(1)
 
         def is_unready_while_it_works() -> bool:
-            nonlocal waiting_tokens
-            waiting_tokens -= 512
-            worker.report(Load(num_running=1, num_waiting_tokens=waiting_tokens))
+            worker.report(Load(num_running=1, progress=next(layers)))
             return router.not_ready_because() is not None
 
         await running.until(is_unready_while_it_works)

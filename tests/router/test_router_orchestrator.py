@@ -20,6 +20,7 @@ from protocol.errors import (
 )
 from protocol.generation import GenerationRequest, SamplingParams
 from protocol.ids import Role
+from router.scripted_worker import ScriptedWorker
 
 TEXT = "abcdefghijklmnop"
 
@@ -116,6 +117,37 @@ async def test_retries_are_bounded() -> None:
         with pytest.raises(LeaseExpired, match="number 2"):
             await text_of(running, request(running))
         assert len(running.prefill.requests) == 3
+
+
+async def test_long_stream_outlives_more_mishaps_than_a_request_has_retries() -> None:
+    async with bench(TEXT, num_retries=1) as running:
+        task = asyncio.create_task(text_of(running, request(running)))
+        for _ in range(4):
+            worker = running.workers(Role.DECODE)[-1]
+            worker.num_until_pause = 2
+            await running.until(lambda worker=worker: worker.num_until_pause == 0)
+            worker.kill()
+            running.cluster.forget(worker)
+            running.cluster.add_worker(Role.DECODE)
+        assert await task == TEXT
+
+
+async def test_request_that_kills_every_decode_worker_ends_with_its_retries() -> None:
+    """Each of its legs brings the client the token of a prefill worker."""
+    async with bench(TEXT, num_decode=6, num_retries=2) as running:
+        for worker in running.workers(Role.DECODE):
+            worker.num_until_pause = 0
+        task = asyncio.create_task(text_of(running, request(running)))
+        victims: list[ScriptedWorker] = []
+        while not task.done():
+            has_begun = [w for w in running.workers(Role.DECODE) if w.is_alive and w.running]
+            if has_begun and not running.prefill.held:
+                has_begun[0].kill()
+                running.cluster.forget(has_begun[0])
+                victims += has_begun
+            await asyncio.sleep(0)
+        assert isinstance(task.exception(), SplitserveError)
+        assert 0 < len(victims) <= 3
 
 
 async def test_request_that_breaks_two_engines_gets_no_third_one(caplog: pytest.LogCaptureFixture) -> None:

@@ -248,9 +248,8 @@ async def test_canary_says_that_no_pair_is_there_while_decode_workers_are_busy()
     async with bench(TEXT, canary_interval_s=10.0) as running:
         await lose(running, running.decode)
         new = await add(running, Role.DECODE, revision="r2")
-        for _ in range(60):
-            new.report(Load(num_running=1, num_waiting_tokens=2))
-            new.report(Load(num_running=1, num_waiting_tokens=1))
+        for second in range(60):
+            new.report(Load(num_running=1, progress=1 + second))
             await asyncio.sleep(1.0)
         assert "of use" in (running.router.not_ready_because() or "")
         await add(running, Role.DECODE)

@@ -86,6 +86,9 @@ class Scene:
         for fate in fates:
             self.dial.plans[method].script(fate, delay_s)
 
+    def script_next_frame(self, fate: CallFaultKind, delay_s: float = 0.0) -> None:
+        self.dial.received["Serve"].script(fate, delay_s)
+
     async def renew(self, timeout: float | None = LIMIT_S) -> int:
         with rpc_errors("the owner"):
             reply = await self.prefill.Renew(pb.RenewRequest(), timeout=timeout)
@@ -226,7 +229,7 @@ async def test_a_stream_that_breaks_is_told_and_opened_anew(scene: Scene) -> Non
 
 async def test_a_stream_that_breaks_while_it_is_read_is_told(scene: Scene) -> None:
     async with line(scene) as router:
-        scene.script("Serve", None, CallFaultKind.DISCONNECT)
+        scene.script_next_frame(CallFaultKind.DISCONNECT)
         await router.submit("a")
         error = await router.broken.get()
         assert isinstance(error, WorkerUnavailable)
@@ -242,9 +245,24 @@ async def test_a_silent_stream_takes_messages_to_nobody_and_is_found_by_its_sile
         assert scene.worker.seen == []
 
 
+async def test_a_frame_that_comes_late_is_read_late(scene: Scene) -> None:
+    async with line(scene) as router:
+        scene.script_next_frame(CallFaultKind.DELAY, SHORT_S)
+        await router.submit("a")
+        assert await router.echoes.get() == "a"
+
+
+async def test_a_frame_that_comes_too_late_is_never_seen(scene: Scene) -> None:
+    async with line(scene, frame_timeout_s=0.5) as router:
+        scene.script_next_frame(CallFaultKind.DELAY, LIMIT_S)
+        await router.submit("a")
+        assert "silent" in (await router.broken.get()).message
+        assert router.echoes.empty()
+
+
 async def test_frames_behind_a_silent_cut_are_never_seen(scene: Scene) -> None:
     async with line(scene, frame_timeout_s=0.5) as router:
-        scene.script("Serve", None, CallFaultKind.DROP)
+        scene.script_next_frame(CallFaultKind.DROP)
         await router.submit("a")
         assert "silent" in (await router.broken.get()).message
         assert scene.worker.seen == ["a"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 from virtual_time import settle, virtual_time
@@ -129,6 +130,13 @@ async def test_batch_of_another_thread_is_dealt_out_in_one_callback_of_the_loop(
     await asyncio.sleep(0)
     here = threading.get_ident()
     assert seen == [("a", here), ("b", here)]
+
+
+async def test_load_has_the_progress_of_a_step_that_lasts() -> None:
+    link = Link()
+    before = link.link.load
+    link.engine.progress += 3
+    assert link.link.load == replace(before, progress=3)
 
 
 @virtual_time

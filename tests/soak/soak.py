@@ -32,6 +32,7 @@ from soak_cases import MAX_OUTPUT_TOKENS, MAX_PROMPT_TOKENS, make_cases  # noqa:
 from soak_clients import Clients, Judged, Outcome  # noqa: E402
 from soak_faults import FaultInjector  # noqa: E402
 from soak_golden import golden_answers  # noqa: E402
+from soak_streams import RouterStreams  # noqa: E402
 from tiny_clusters import tiny_config, tiny_model  # noqa: E402
 
 from cluster.config import ClusterConfig  # noqa: E402
@@ -163,12 +164,15 @@ async def _soak(options: Options, folder: Path) -> Found:
     _say(f"{len(golden)} golden answers in {time.monotonic() - started_s:.1f} s")
     import router.app  # noqa: F401 - takes seconds, in which no router may sit still
 
-    cluster = ProcessCluster(config, build=options.build, health_timeout_s=None, log_dir=folder)
+    streams = RouterStreams()
+    cluster = ProcessCluster(
+        config, build=options.build, health_timeout_s=None, log_dir=folder, dial=streams
+    )
     found = Found(Counter(), Counter())
     try:
         async with cluster, cluster.http() as url, _http_client(url) as http:
             clients = Clients(http, cases, golden, seed=options.seed, report=_tell)
-            await _put_under_fire(options, cluster, clients, found)
+            await _put_under_fire(options, cluster, streams, clients, found)
             await http.aclose()
             await cluster.wait_until_ready(IDLE_S)
             await cluster.wait_until_idle(IDLE_S)
@@ -183,12 +187,12 @@ def _http_client(url: str) -> httpx.AsyncClient:
 
 
 async def _put_under_fire(
-    options: Options, cluster: ProcessCluster, clients: Clients, found: Found
+    options: Options, cluster: ProcessCluster, streams: RouterStreams, clients: Clients, found: Found
 ) -> None:
     concurrency = await _warm_up(clients)
     _say(f"ready: {concurrency} requests at a time, for {options.seconds:g} s")
     injector = FaultInjector(
-        cluster, clients.hang_up, every_s=options.fault_every_s, seed=options.seed, log=_say
+        cluster, streams, clients.hang_up, every_s=options.fault_every_s, seed=options.seed, log=_say
     )
     faults = asyncio.create_task(injector.run())
     try:

@@ -12,13 +12,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
+from soak_streams import RouterStreams
 from soak_workers import FAIL_READ, LOSE_RENEWAL, LOSE_VERDICT
 
 from cluster.processes import ProcessCluster, ProcessRecord
 from protocol.errors import WorkerUnavailable
 from protocol.ids import Role
+from rpc import CallFaultKind
 
 STOP_S = 10.0
+STREAM_DELAYS_S = (0.1, 1.0, 3.0, 6.0)
+"""The last one is longer than a router waits for a frame."""
 
 
 class SoakFault(StrEnum):
@@ -32,6 +36,11 @@ class SoakFault(StrEnum):
     """A decode worker's next read."""
     LOST_RENEWAL = "lost_renewal"
     LOST_VERDICT = "lost_verdict"
+    STREAM_DELAY = "stream_delay"
+    """A message between the router and a worker, one way or the other, and what comes behind it."""
+    STREAM_SILENCE = "stream_silence"
+    """Nothing more gets through between them, and neither is told."""
+    STREAM_CUT = "stream_cut"
     HANG_UP = "hang_up"
     """A client leaves."""
 
@@ -43,11 +52,19 @@ _ROLES = {
     SoakFault.TRANSFER_ERROR: (Role.DECODE,),
     SoakFault.LOST_RENEWAL: (Role.DECODE,),
     SoakFault.LOST_VERDICT: (Role.DECODE,),
+    SoakFault.STREAM_DELAY: (Role.PREFILL, Role.DECODE),
+    SoakFault.STREAM_SILENCE: (Role.PREFILL, Role.DECODE),
+    SoakFault.STREAM_CUT: (Role.PREFILL, Role.DECODE),
 }
 _SIGNALS = {
     SoakFault.TRANSFER_ERROR: FAIL_READ,
     SoakFault.LOST_RENEWAL: LOSE_RENEWAL,
     SoakFault.LOST_VERDICT: LOSE_VERDICT,
+}
+_ON_STREAMS = {
+    SoakFault.STREAM_DELAY: CallFaultKind.DELAY,
+    SoakFault.STREAM_SILENCE: CallFaultKind.DROP,
+    SoakFault.STREAM_CUT: CallFaultKind.DISCONNECT,
 }
 
 
@@ -67,15 +84,18 @@ class FaultInjector:
     def __init__(
         self,
         cluster: ProcessCluster,
+        streams: RouterStreams,
         hang_up: Callable[[random.Random], str | None],
         *,
         every_s: float,
         seed: int,
         log: Callable[[str], None],
     ) -> None:
-        """`hang_up` makes a client leave and says which one; None when none is there."""
+        """`streams` are those of the cluster's router. `hang_up` makes a client leave and says which one;
+        None when none is there."""
         self.happened: list[Happened] = []
         self._cluster = cluster
+        self._streams = streams
         self._hang_up = hang_up
         self._every_s = every_s
         self._rng = random.Random(f"faults {seed}")
@@ -118,15 +138,18 @@ class FaultInjector:
             return None
         victim = self._rng.choice(fit)
         try:
-            self._hit(kind, victim)
+            how = self._hit(kind, victim)
         except (WorkerUnavailable, ProcessLookupError):  # it ended a moment ago
             return None
-        return f"{victim.name} (pid {victim.pid}, incarnation {victim.incarnation})"
+        return f"{victim.name} (pid {victim.pid}, incarnation {victim.incarnation}){how}"
 
     def _is_fit(self, worker: ProcessRecord) -> bool:
         return worker.is_ready and worker.name not in self._stopped
 
-    def _hit(self, kind: SoakFault, victim: ProcessRecord) -> None:
+    def _hit(self, kind: SoakFault, victim: ProcessRecord) -> str:
+        """Returns what else there is to say of it."""
+        if kind in _ON_STREAMS:
+            return self._hit_stream(_ON_STREAMS[kind], victim)
         if kind in (SoakFault.KILL_PREFILL, SoakFault.KILL_DECODE):
             self._cluster.kill(victim.name)
         elif kind is SoakFault.STOP:
@@ -135,6 +158,14 @@ class FaultInjector:
             self._stopped[victim.name] = loop.call_later(STOP_S, self._resume, victim.name)
         else:
             os.kill(victim.pid, _SIGNALS[kind])
+        return ""
+
+    def _hit_stream(self, kind: CallFaultKind, victim: ProcessRecord) -> str:
+        is_received = self._rng.random() < 0.5
+        delay_s = self._rng.choice(STREAM_DELAYS_S) if kind is CallFaultKind.DELAY else 0.0
+        self._streams.script(victim.address, kind, delay_s, is_received=is_received)
+        direction = "from" if is_received else "to"
+        return f": the next message {direction} it{f', by {delay_s:g} s' if delay_s else ''}"
 
     def _resume(self, name: str) -> None:
         del self._stopped[name]

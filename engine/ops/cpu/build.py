@@ -20,6 +20,7 @@ from protocol.errors import StartupError
 log = logging.getLogger(__name__)
 
 SOURCE_DIR = Path(__file__).parent
+PREFIX = "cpu-ops-"
 BUILD_TIMEOUT_S = 300.0
 FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wno-psabi"),
@@ -38,6 +39,11 @@ def build(candidates: Sequence[InstructionSet], cache_dir: Path, compiler: Path)
     return build_for(candidates[-1], cache_dir, compiler)
 
 
+def instruction_set_of(library: Path) -> str:
+    """The name of the one that a library of `build` was compiled for."""
+    return library.stem.removeprefix(PREFIX).rpartition("-")[0]
+
+
 def build_for(
     instruction_set: InstructionSet, cache_dir: Path, compiler: Path, extra_flags: Sequence[str] = ()
 ) -> Path:
@@ -46,7 +52,7 @@ def build_for(
     Safe when processes build at once: each compiles into a file of its own and renames it into place.
     """
     flags = (*FLAGS, *instruction_set.compiler_flags, *extra_flags)
-    library = cache_dir / f"cpu-ops-{instruction_set.name}-{_fingerprint(compiler, flags)}.so"
+    library = cache_dir / f"{PREFIX}{instruction_set.name}-{_fingerprint(compiler, flags)}.so"
     if library.exists():
         return library
     cache_dir.mkdir(parents=True, exist_ok=True)
@@ -58,11 +64,6 @@ def build_for(
     finally:
         Path(unfinished).unlink(missing_ok=True)
     return library
-
-
-def instruction_set_of(library: Path) -> str:
-    """The name of the instruction set that a library was built for."""
-    return library.stem.removeprefix("cpu-ops-").rpartition("-")[0]
 
 
 def _fingerprint(compiler: Path, flags: tuple[str, ...]) -> str:

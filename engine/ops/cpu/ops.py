@@ -42,6 +42,7 @@ class CpuOps:
     row_multiple = 1
 
     def __init__(self, library: Library, dtype: torch.dtype) -> None:
+        self.name = f"C++ {library.instruction_set}"
         self._library = library
         self.packing = f"{library.instruction_set}-v{PACKING_VERSION}"
         self._torch_dtype = dtype
