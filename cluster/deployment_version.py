@@ -8,7 +8,7 @@ from importlib import metadata
 
 from cluster.config import ClusterConfig
 
-_OF_NO_REPLICA = {"start_timeout_s", "drain_limit_s", "ray"}
+_OF_NO_REPLICA = {"start_timeout_s", "drain_limit_s", "ray", "deploy"}
 _READ_BY = {
     "router": {"http", "router"},
     "prefill": {"prefill", "kv_transfer"},

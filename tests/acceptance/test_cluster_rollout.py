@@ -26,7 +26,7 @@ REPLACED_S = 150.0
 REDEPLOY = dedent("""
     import sys
     from cluster.attachment import find_cluster
-    from cluster.cli import read_config
+    from cluster.cli_options import read_config
     config = read_config(None, {}, sys.argv[1:])
     cluster = find_cluster(config)
     with cluster.joined():

@@ -21,6 +21,7 @@ def versions(token: str = "t", **changes: object) -> dict[str, str]:  # noqa: S1
         ({}, set()),
         ({"decode__num_workers": 2, "prefill__num_workers": 3}, set()),
         ({"drain_limit_s": 5, "start_timeout_s": 5}, set()),
+        ({"deploy__image": "registry.example/splitserve:2"}, set()),
         ({"decode__max_num_seqs": 32}, {"decode"}),
         ({"prefill__max_num_batched_tokens": 256}, {"prefill"}),
         ({"kv_transfer__lease_s": 5}, {"prefill", "decode"}),
