@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli_options import Config, Set, read_config
 from cluster.cli_deploy import deploy, undeploy
+from cluster.cli_options import Config, Set, read_config
 from cluster.cli_render import render
 from protocol.errors import SplitserveError
 

@@ -59,6 +59,17 @@ def local_ray_variables(ray_token: str) -> dict[str, str]:
     }
 
 
+def use_ray_token(home: Path | None = None) -> None:
+    """Show Ray the user's token where there is one, as the commands of `ray` do on a head node.
+
+    Ray shows it to a cluster that it finds by itself, but not to one whose address it is told. Must be
+    called before `ray` is imported.
+    """
+    kept = (home or Path.home()) / ".ray" / "auth_token"
+    if "RAY_AUTH_TOKEN" in os.environ or kept.exists():
+        export({"RAY_AUTH_MODE": "token"})
+
+
 def export(variables: Mapping[str, str]) -> None:
     """Set variables for this process and all that it starts. Those that are set already stay."""
     for name, value in variables.items():

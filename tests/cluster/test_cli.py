@@ -17,10 +17,10 @@ import pytest
 from cluster.background import Background
 from cluster.cli_options import parse_setting, read_config
 from cluster.config import ClusterConfig, load_config
+from cluster.readiness import engines_in_words
 from cluster.serve_failures import explain_failure
 from cluster.serve_port import http_answers, with_free_port
 from cluster.serve_progress import DEMO_IS_SMALL, Report, public_url, what_to_try
-from cluster.readiness import engines_in_words
 from cluster.serve_state import read_state, state_file, write_start, write_state
 from cluster.status import ClusterStatus, as_json, as_table, look
 from protocol.errors import StartupError
