@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from cluster.config import ClusterConfig
+from cluster.rendering.kuberay import kuberay_documents
+from cluster.rendering.ray_up import ray_up_files
 from cluster.rendering.serve_config import serve_config
+from cluster.rendering.yaml_text import as_yaml
 from protocol.errors import StartupError
 
 Files = dict[str, str]
@@ -38,25 +38,6 @@ def write_files(files: Files, folder: Path) -> Iterator[Path]:
         raise StartupError(f"cannot write into {folder}: {error.strerror}") from error
 
 
-def as_yaml(*documents: Mapping[str, Any]) -> str:
-    """YAML documents as people write them: keys in the order given, long texts as blocks."""
-    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
-
-
-class _Dumper(yaml.SafeDumper):
-    """No aliases, and texts of several lines as blocks."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _text)
-
-
 def _serve(config: ClusterConfig) -> Files:
     return {"serve.yaml": as_yaml(serve_config(config))}
 
@@ -65,8 +46,12 @@ def _not_yet(config: ClusterConfig) -> Files:
     raise StartupError("this target cannot be rendered yet")
 
 
+def _kuberay(config: ClusterConfig) -> Files:
+    return {"kuberay.yaml": as_yaml(*kuberay_documents(config))}
+
+
 _TARGETS: Mapping[str, Callable[[ClusterConfig], Files]] = {
-    "ray-up": _not_yet,
-    "kuberay": _not_yet,
+    "ray-up": ray_up_files,
+    "kuberay": _kuberay,
     "serve": _serve,
 }
