@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 
 from cluster.cli_deploy import deploy, undeploy
+from cluster.cli_doctor import doctor
+from cluster.cli_download import download
 from cluster.cli_options import Config, Set, read_config
 from cluster.cli_render import render
 from protocol.errors import SplitserveError
@@ -207,6 +209,8 @@ def verify(
 
 
 app.command()(render)
+app.command()(download)
+app.command()(doctor)
 app.command()(deploy)
 app.command()(undeploy)
 

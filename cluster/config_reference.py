@@ -168,9 +168,11 @@ def _branches(annotation: Any) -> list[str]:
     """Names of the types of a union; the values of a `Literal`."""
     if annotation in _NAMES:
         return [_NAMES[annotation]]
-    arguments = getattr(annotation, "__args__", ())
+    arguments: tuple[Any, ...] = getattr(annotation, "__args__", ())
     if getattr(annotation, "__origin__", None) is dict:
-        return ["mapping of names to numbers"]
+        return [f"mapping of names to {'texts' if arguments[1] is str else 'numbers'}"]
+    if getattr(annotation, "__origin__", None) is list:
+        return ["list of texts"]
     if all(isinstance(argument, str | int) and not isinstance(argument, type) for argument in arguments):
         return [f"`{argument}`" for argument in arguments]
     return [name for argument in arguments for name in _branches(argument)]

@@ -29,7 +29,7 @@ class PodGroup:
 
 
 def pod_groups(config: ClusterConfig) -> list[PodGroup]:
-    """One group per pool, or one for both. Raises `StartupError` where pods could not hold their workers."""
+    """One group per pool, or one for both. Raises `StartupError` where a pod cannot hold its workers."""
     groups = [_group(config, role) for role in Role]
     return [_merged(groups)] if config.deploy.kuberay.share_pods else groups
 

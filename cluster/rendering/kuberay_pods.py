@@ -29,6 +29,21 @@ _HEAD_VARIABLES = {
     "RAY_health_check_failure_threshold": "3",
 }
 
+_POD_SECURITY = {
+    "runAsNonRoot": True,
+    "runAsUser": USER,
+    "runAsGroup": USER,
+    "fsGroup": USER,
+    "fsGroupChangePolicy": "OnRootMismatch",  # a large volume is not walked at each start
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+_LOCKS_MEMORY = {
+    # Kubernetes gives capabilities to no process of another user: for them this one has no effect.
+    "runAsNonRoot": False,
+    "runAsUser": 0,
+    "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]},
+}
+
 
 def labels(config: ClusterConfig, component: str | None = None) -> dict[str, str]:
     """By which policies and services find our pods, whichever RayCluster they are of."""
@@ -41,7 +56,7 @@ def head_template(config: ClusterConfig, *, with_autoscaler: bool) -> Yaml:
     head = config.deploy.kuberay.head
     container = _container(config, "ray-head", HEAD_PORTS, _HEAD_VARIABLES)
     container["resources"] = _resources({"cpu": str(head.cpus), "memory": quantity(head.memory)})
-    spec = _pod_spec(config, container, as_root=False)
+    spec = _pod_spec(config, container)
     if with_autoscaler:
         del spec["automountServiceAccountToken"]
     if head.node_selector:
@@ -56,9 +71,9 @@ def worker_template(config: ClusterConfig, group: PodGroup) -> Yaml:
     container = _container(config, "ray-worker", {}, {})
     container["resources"] = _resources(_worker_limits(config, group))
     if as_root:
-        container["securityContext"]["capabilities"]["add"] = ["IPC_LOCK"]
+        container["securityContext"] |= _LOCKS_MEMORY
     container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108
-    spec = _pod_spec(config, container, as_root=as_root)
+    spec = _pod_spec(config, container)
     shm = {"medium": "Memory", "sizeLimit": quantity(group.shm_bytes)}
     spec["volumes"].append({"name": "shm", "emptyDir": shm})
     if group.node_selector:
@@ -84,12 +99,12 @@ def _resources(limits: dict[str, str]) -> Yaml:
     return {"limits": limits, "requests": dict(limits)}
 
 
-def _pod_spec(config: ClusterConfig, container: Yaml, *, as_root: bool) -> Yaml:
+def _pod_spec(config: ClusterConfig, container: Yaml) -> Yaml:
     kuberay = config.deploy.kuberay
     spec: Yaml = {
         "terminationGracePeriodSeconds": round(config.drain_limit_s) + FAREWELL_S,
         "automountServiceAccountToken": False,
-        "securityContext": _pod_security(as_root=as_root),
+        "securityContext": dict(_POD_SECURITY),
         "initContainers": [_download(config)],
         "containers": [container],
         "volumes": _volumes(config),
@@ -97,16 +112,6 @@ def _pod_spec(config: ClusterConfig, container: Yaml, *, as_root: bool) -> Yaml:
     if kuberay.image_pull_secret:
         spec["imagePullSecrets"] = [{"name": kuberay.image_pull_secret}]
     return spec
-
-
-def _pod_security(*, as_root: bool) -> Yaml:
-    user = {"runAsUser": 0} if as_root else {"runAsNonRoot": True, "runAsUser": USER}
-    return user | {
-        "runAsGroup": USER,
-        "fsGroup": USER,
-        "fsGroupChangePolicy": "OnRootMismatch",  # a large volume is not walked at each start
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
 
 
 def _container(config: ClusterConfig, name: str, ports: dict[str, int], variables: dict[str, str]) -> Yaml:
