@@ -12,13 +12,21 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.config import DEMO_MODEL, ClusterConfig
 from cluster.faults import dial_of, with_read_faults
 from cluster.model_length import max_model_len
 from engine.model.config import ModelConfig
-from engine.weights import ModelFolder, Progress, demo_model_path, resolve_model
+from engine.weights import (
+    ModelFolder,
+    ModelSurvey,
+    Progress,
+    demo_model_path,
+    resolve_model,
+    survey_model,
+)
 from kv_transfer import (
     LayoutReader,
     LoopbackNetwork,
@@ -42,8 +50,20 @@ if TYPE_CHECKING:
 
 def open_model(config: ClusterConfig, progress: Progress | None = None) -> ModelFolder:
     """Find the model, converting a GGUF on its first use. Raises `StartupError`."""
-    spec = str(demo_model_path()) if config.model == DEMO_MODEL else config.model
-    return resolve_model(spec, cache_dir=config.cache_dir.expanduser() / "models", progress=progress)
+    return resolve_model(_model_spec(config), cache_dir=_model_cache(config), progress=progress)
+
+
+def survey_configured_model(config: ClusterConfig) -> ModelSurvey:
+    """What `open_model` would find, without converting or downloading it. Raises `StartupError`."""
+    return survey_model(_model_spec(config), cache_dir=_model_cache(config))
+
+
+def _model_spec(config: ClusterConfig) -> str:
+    return str(demo_model_path()) if config.model == DEMO_MODEL else config.model
+
+
+def _model_cache(config: ClusterConfig) -> Path:
+    return config.cache_dir.expanduser() / "models"
 
 
 def build_prefill_worker(
