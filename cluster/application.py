@@ -16,7 +16,12 @@ from cluster.deployment_version import version_of
 from cluster.environment import read_environment
 from cluster.faults import check_faults
 from cluster.serve_failures import explain_failure
-from cluster.serve_replica import build_decode_worker, build_prefill_worker, build_router
+from cluster.serve_replica import (
+    application_is_deleted,
+    build_decode_worker,
+    build_prefill_worker,
+    build_router,
+)
 from cluster.worker_replica import WorkerReplica
 from protocol.errors import StartupError
 from router.deployment import RouterReplica
@@ -63,6 +68,7 @@ def build_application(
         listen,
         ClientLimits(config.http.head_timeout_s, config.http.read_timeout_s),
         limit_s,
+        application_is_deleted,
         prefill.bind(partial(builders.prefill, config, token), config.prefill.host, limit_s),
         decode.bind(partial(builders.decode, config, token), config.decode.host, limit_s),
     )
