@@ -21,7 +21,7 @@ class PodGroup:
     num_pods: int
     max_pods: int
     cpus: int
-    gpus: int
+    gpus: float
     memory_bytes: int
     shm_bytes: int
     ray_resources: Mapping[str, float]
@@ -48,7 +48,7 @@ def _group(config: ClusterConfig, role: Role) -> PodGroup:
         num_pods=num_pods,
         max_pods=pod.max_pods or num_pods,
         cpus=pod.cpus,
-        gpus=math.ceil(pool.num_gpus * pod.workers_per_pod),
+        gpus=pool.num_gpus * pod.workers_per_pod,
         memory_bytes=pod.memory,
         shm_bytes=pod.shm,
         ray_resources={

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from cluster.config import ClusterConfig
@@ -78,7 +79,7 @@ def worker_template(config: ClusterConfig, group: PodGroup) -> Yaml:
     spec["volumes"].append({"name": "shm", "emptyDir": shm})
     if group.node_selector:
         spec["nodeSelector"] = dict(group.node_selector)
-    taints = [kuberay.gpu_resource] * bool(group.gpus) + kuberay.tolerations
+    taints = [kuberay.gpu_resource] * (group.gpus > 0) + kuberay.tolerations
     if taints:
         spec["tolerations"] = [{"key": key, "operator": "Exists"} for key in taints]
     return {"metadata": {"labels": labels(config, group.name)}, "spec": spec}
@@ -88,7 +89,7 @@ def _worker_limits(config: ClusterConfig, group: PodGroup) -> dict[str, str]:
     kuberay = config.deploy.kuberay
     limits = {"cpu": str(group.cpus), "memory": quantity(group.memory_bytes)}
     if group.gpus:
-        limits[kuberay.gpu_resource] = str(group.gpus)
+        limits[kuberay.gpu_resource] = str(math.ceil(group.gpus))
     if kuberay.rdma.resource is not None:
         limits[kuberay.rdma.resource] = str(kuberay.rdma.count)
     return limits
@@ -105,7 +106,7 @@ def _pod_spec(config: ClusterConfig, container: Yaml) -> Yaml:
         "terminationGracePeriodSeconds": round(config.drain_limit_s) + FAREWELL_S,
         "automountServiceAccountToken": False,
         "securityContext": dict(_POD_SECURITY),
-        "initContainers": [_download(config)],
+        "initContainers": [_download(config, container["resources"]["limits"])],
         "containers": [container],
         "volumes": _volumes(config),
     }
@@ -157,11 +158,11 @@ def _from_secret(variable: str, secret: str, key: str) -> Yaml:
     return {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
 
 
-def _download(config: ClusterConfig) -> Yaml:
+def _download(config: ClusterConfig, limits: dict[str, str]) -> Yaml:
     """The init container that brings the model; no probe of the pod counts until it is done."""
     token_secret = config.deploy.kuberay.hub_token_secret
     token = [_from_secret("HF_TOKEN", token_secret, "token")] if token_secret else []
-    size = {"cpu": "1", "memory": "4Gi"}
+    size = {name: limits[name] for name in ("cpu", "memory")}  # the pod has them already
     return {
         "name": "model",
         "image": config.deploy.image,
