@@ -11,10 +11,12 @@ from ray import serve
 from ray.serve.config import ProxyLocation
 from ray.serve.schema import ApplicationStatus, DeploymentStatusOverview
 
+from cluster.autoscaling import autoscaling_of
 from cluster.config import ClusterConfig, load_config
 from cluster.deployment_version import version_of
 from cluster.environment import read_environment
 from cluster.faults import check_faults
+from cluster.own_version import keep_version
 from cluster.serve_failures import explain_failure
 from cluster.serve_replica import (
     application_is_deleted,
@@ -82,7 +84,7 @@ def _deployment(
     Without one Serve replaces all of them each time, routers included, whatever has changed.
     """
     deployment: serve.Deployment = serve.deployment(**options)(replica)
-    vars(deployment)["_version"] = version_of(options["name"], config, token)
+    keep_version(deployment, version_of(options["name"], config, token))
     return deployment
 
 
@@ -192,9 +194,11 @@ def _router_options(config: ClusterConfig) -> dict[str, Any]:
 
 def _pool_options(name: str, config: ClusterConfig) -> dict[str, Any]:
     pool = config.prefill if name == PREFILL else config.decode
+    autoscaling = autoscaling_of(name, pool)
+    number = {"autoscaling_config": autoscaling} if autoscaling else {"num_replicas": pool.num_workers}
     return _WATCH | {
         "name": name,
-        "num_replicas": pool.num_workers,
+        **number,
         "max_ongoing_requests": 1,  # no request passes through Serve
         "graceful_shutdown_timeout_s": config.drain_limit_s + STOP_S,
         "max_surge_percent": pool.max_surge_percent,

@@ -47,7 +47,7 @@ class HttpConfig(Section):
     head_timeout_s: float = Field(default=10.0, gt=0)
     """How long a client may take to send the head of a request. The router's own server only."""
     read_timeout_s: float = Field(default=30.0, gt=0)
-    """A client that leaves a full buffer unread for so long is cut off, and its request aborted. As above."""
+    """A client that leaves a full buffer unread for so long is cut off, its request aborted. As above."""
     through: Literal["router", "proxy"] = "router"
     """router: clients talk to the router's own server; proxy: to Ray Serve's proxy on any node."""
 
@@ -80,11 +80,35 @@ class RouterConfig(Section):
     """Custom Ray resources that place the router. `splitserve deploy` puts it on the head node if empty."""
 
 
+class AutoscalingConfig(Section):
+    """Lets a pool follow its load. Without `max_workers` it has `num_workers`, always."""
+
+    min_workers: int = Field(default=1, ge=1)
+    """Never fewer; the pool begins with so many."""
+    max_workers: int | None = Field(default=None, ge=1)
+    """Never more; null: no autoscaling."""
+    target_wait_s: float = Field(default=2.0, gt=0)
+    """Prefill: more workers once a new prompt would wait longer for those before it."""
+    target_use: float = Field(default=0.8, gt=0, le=1)
+    """More workers once a larger share is in use: of their time (prefill), of their KV blocks (decode)."""
+    upscale_delay_s: float = Field(default=5.0, ge=0)
+    """After so long of too much load, workers are added."""
+    downscale_delay_s: float = Field(default=300.0, ge=0)
+    """After so long in which fewer would have done, one in four is drained, one at least."""
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> AutoscalingConfig:
+        if self.max_workers is not None and self.max_workers < self.min_workers:
+            raise ValueError(f"max_workers is {self.max_workers}, but min_workers is {self.min_workers}")
+        return self
+
+
 class PoolConfig(Section):
     """One pool of workers: all prefill workers, or all decode workers."""
 
     num_workers: int = Field(default=1, ge=1)
     """Worker processes, each with a model and KV blocks of its own."""
+    autoscaling: AutoscalingConfig = Field(default_factory=AutoscalingConfig)
     dtype: Dtype | None = None
     """Instead of the cluster's `dtype`. Where the pools differ, KV is converted on its way."""
     block_size: BlockSize | None = None

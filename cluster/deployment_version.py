@@ -9,6 +9,7 @@ from importlib import metadata
 from cluster.config import ClusterConfig
 
 _OF_NO_REPLICA = {"start_timeout_s", "drain_limit_s", "ray", "deploy"}
+_OF_NO_WORKER = ("num_workers", "autoscaling")
 _READ_BY = {
     "router": {"http", "router"},
     "prefill": {"prefill", "kv_transfer"},
@@ -23,6 +24,7 @@ def version_of(deployment: str, config: ClusterConfig, token: str) -> str:
     unread = (sections - _READ_BY[deployment]) | _OF_NO_REPLICA
     read = config.model_dump(mode="json", exclude=unread)
     for pool in ("prefill", "decode"):
-        read.get(pool, {}).pop("num_workers", None)
+        for key in _OF_NO_WORKER:
+            read.get(pool, {}).pop(key, None)
     text = json.dumps([metadata.version("splitserve"), token, read], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -15,6 +15,7 @@ from protocol.generation import Receipt
 from protocol.handoff import Verdict
 from protocol.ids import Role
 from protocol.membership import WorkerRecord
+from protocol.signals import StageSignals
 from router.metrics import RouterMetrics
 from rpc import EngineCollector
 
@@ -49,7 +50,7 @@ def router_rows() -> set[Row]:
 def engine_rows() -> set[Row]:
     registry = CollectorRegistry()
     record = WorkerRecord(D0, Role.DECODE, "10.0.0.1:1", FINGERPRINT, 100)
-    registry.register(EngineCollector(EngineStats, lambda: record))
+    registry.register(EngineCollector(EngineStats, lambda: record, StageSignals))
     return rows_of(registry, "both workers", WORKERS)
 
 
