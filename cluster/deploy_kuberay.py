@@ -25,8 +25,6 @@ class PodConfig(Section):
     """Memory of one pod, its /dev/shm included."""
     shm: ByteSize = ByteSize(2 * GIB)
     """Size of /dev/shm: Ray's object store, and what NIXL moves between processes of the pod."""
-    max_pods: int | None = Field(default=None, ge=1)
-    """The autoscaler may add pods up to so many; null: there are as many as `num_workers` takes."""
     node_selector: dict[str, str] = Field(default_factory=dict)
     """Labels of the nodes that may run the pods, such as a GPU's name."""
 
@@ -77,7 +75,7 @@ class KubeRay(Section):
     share_pods: bool = False
     """Prefill and decode workers in the same pods, so that KV stays within a host: for a single machine."""
     autoscaler_idle_s: int = Field(default=600, ge=1)
-    """A pod without workers is given back after so long. Where `max_pods` allows more pods than needed."""
+    """A pod without workers is given back after so long, where a pool may grow (`autoscaling`)."""
     upgrade: Literal["new_cluster", "in_place"] = "new_cluster"
     """What a change of pods does. new_cluster: a second set of pods takes over, then the first one goes;
     in_place: nothing, until the pods are deleted. Serve's part is always updated in place."""

@@ -36,17 +36,12 @@ def pod_groups(config: ClusterConfig) -> list[PodGroup]:
 
 def _group(config: ClusterConfig, role: Role) -> PodGroup:
     pool, pod = config.pool(role), _pod(config, role)
-    num_pods = math.ceil(pool.num_workers / pod.workers_per_pod)
-    if pod.max_pods is not None and pod.max_pods < num_pods:
-        raise StartupError(
-            f"deploy.kuberay.{role.value}.max_pods is {pod.max_pods}, but {role.value}.num_workers"
-            f" ({pool.num_workers}) takes {num_pods}: raise the one or lower the other"
-        )
+    fewest, most = _num_workers(pool)
     _check_room(role.value, pool, pod)
     return PodGroup(
         name=role.value,
-        num_pods=num_pods,
-        max_pods=pod.max_pods or num_pods,
+        num_pods=math.ceil(fewest / pod.workers_per_pod),
+        max_pods=math.ceil(most / pod.workers_per_pod),
         cpus=pod.cpus,
         gpus=pool.num_gpus * pod.workers_per_pod,
         memory_bytes=pod.memory,
@@ -56,6 +51,13 @@ def _group(config: ClusterConfig, role: Role) -> PodGroup:
         },
         node_selector=pod.node_selector,
     )
+
+
+def _num_workers(pool: PoolConfig) -> tuple[int, int]:
+    """The fewest and the most workers that the pool may have."""
+    if pool.autoscaling.max_workers is None:
+        return pool.num_workers, pool.num_workers
+    return pool.autoscaling.min_workers, pool.autoscaling.max_workers
 
 
 def _pod(config: ClusterConfig, role: Role) -> PodConfig:

@@ -27,7 +27,7 @@ from cluster.config import load_config
 from protocol.errors import StartupError
 
 KUBERNETES = "1.34"
-CRD = Path(__file__).parent / "crds" / "ray.io_rayservices.yaml.gz"
+CRD = Path(__file__).parent / "crds" / "ray.io_rayservices.json.gz"
 WITHOUT_SCHEMA = {"ServiceMonitor"}
 """Of the Prometheus operator, whose definitions are not here."""
 MAX_NAME_LENGTH = 47
@@ -184,7 +184,7 @@ def _builtin_definitions(folder: Path) -> Registry[Any]:
 @functools.cache
 def _validator() -> jsonschema.Draft202012Validator:
     """The RayService schema, for documents as they are before the API server fills defaults in."""
-    definition = yaml.load(gzip.decompress(CRD.read_bytes()), Loader=yaml.CSafeLoader)  # safe
+    definition = json.loads(gzip.decompress(CRD.read_bytes()))
     (version,) = (version for version in definition["spec"]["versions"] if version["storage"])
     schema = _strict(version["schema"]["openAPIV3Schema"])
     schema["properties"]["metadata"] = {"type": "object"}  # the API server's own

@@ -83,11 +83,11 @@ def test_the_workers_of_an_example_find_places(example: Path) -> None:
         pod = yaml.safe_load(group["rayStartParams"]["resources"].strip("'"))
         pod |= {"CPU": float(limits["cpu"]), "GPU": float(limits.get("nvidia.com/gpu", 0))}
         for name, amount in pod.items():
-            offered[name] = offered.get(name, 0) + amount * group["replicas"]
+            offered[name] = offered.get(name, 0) + amount * group["maxReplicas"]
     asked: dict[str, float] = {}
     for pool in (load_config(None, serve_arguments(ray_service)).pool(role) for role in Role):
         for name, amount in {**pool.resources, "CPU": pool.num_cpus, "GPU": pool.num_gpus}.items():
-            asked[name] = asked.get(name, 0) + amount * pool.num_workers
+            asked[name] = asked.get(name, 0) + amount * (pool.autoscaling.max_workers or pool.num_workers)
     assert {name for name, amount in asked.items() if amount > offered.get(name, 0)} == set()
 
 
