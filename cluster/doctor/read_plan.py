@@ -14,7 +14,7 @@ from protocol.errors import StartupError
 READ_BYTES = 64 * 2**20
 DEFAULT_BLOCK_BYTES = 2**20
 """While the model is not known."""
-NUM_REPEATS = 5
+MAX_REPEATS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class ReadPlan:
 
     num_blocks: int
     block_bytes: int
-    num_repeats: int = NUM_REPEATS
+    max_repeats: int = MAX_REPEATS
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

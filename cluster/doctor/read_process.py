@@ -22,6 +22,7 @@ from protocol.errors import TransferFailed
 START_LIMIT_S = 30.0
 """Loading NIXL takes a second; on a busy machine more."""
 READ_LIMIT_S = 45.0
+STOP_LIMIT_S = 2.0
 MODULE = "cluster.doctor.read_agent"
 
 
@@ -56,32 +57,38 @@ class OwnerProcess:
         return str(self._process.stdout.readline())
 
     def stop(self) -> None:
-        """Idempotent."""
-        with suppress(OSError, subprocess.TimeoutExpired, ValueError):
-            self._process.communicate(timeout=2.0)
+        """Its input ends, and so it goes; or it is killed. Idempotent."""
+        assert self._process.stdin is not None, "it was started with a pipe"  # noqa: S101
+        with suppress(OSError):
+            self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_LIMIT_S)
         self._process.kill()
-        self._process.wait()
+        with self._process:  # closes what is open
+            pass
 
 
 def read_from(endpoint: str, plan: ReadPlan, variables: Mapping[str, str]) -> Measured:
     """Read from the owner of `endpoint`. Raises `TransferFailed`."""
     with tempfile.TemporaryDirectory(prefix="splitserve-doctor-") as folder:
         log = Path(folder) / "ucx.log"
-        process = _start("read", plan, {**QUIETLY_TOLD, **variables, "UCX_LOG_FILE": str(log)})
-        try:
-            said, _ = process.communicate(endpoint, timeout=READ_LIMIT_S)
-        except subprocess.TimeoutExpired as error:
-            raise TransferFailed(
-                f"no read within {READ_LIMIT_S:.0f} s: no transport reaches the owner?"
-            ) from error
-        finally:
-            process.kill()
-            process.wait()
+        said = _said_by_reader(endpoint, plan, {**QUIETLY_TOLD, **variables, "UCX_LOG_FILE": str(log)})
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     answer = _parse(said)
     if "seconds" not in answer:
         raise TransferFailed(str(answer.get("error", "the reading process died")))
     return Measured(answer["first_s"], answer["seconds"], read_transport(text), ucx_version(text))
+
+
+def _said_by_reader(endpoint: str, plan: ReadPlan, variables: Mapping[str, str]) -> str:
+    with _start("read", plan, variables) as process:
+        try:
+            return process.communicate(endpoint, timeout=READ_LIMIT_S)[0]
+        except subprocess.TimeoutExpired as error:
+            process.kill()
+            raise TransferFailed(
+                f"no read within {READ_LIMIT_S:.0f} s: no transport reaches the owner?"
+            ) from error
 
 
 def _start(role: str, plan: ReadPlan, variables: Mapping[str, str]) -> subprocess.Popen[str]:
