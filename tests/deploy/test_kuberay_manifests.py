@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -166,3 +167,14 @@ def test_a_misspelt_key_of_another_object_is_refused_with_its_path() -> None:
     policy["spec"]["podSelectors"] = policy["spec"].pop("podSelector")
     assert problems(policy)[0].startswith("spec: ")
     assert "podSelectors" in problems(policy)[0]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl, for `kubectl kustomize`")
+def test_the_overlay_renders_manifests_that_a_cluster_would_take() -> None:
+    command = ["kubectl", "kustomize", ROOT / "deploy" / "overlay"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all_problems(done.stdout) == []
+    assert "image: splitserve" not in done.stdout
+    found = list(yaml.safe_load_all(done.stdout))
+    assert {document["metadata"]["namespace"] for document in found} == {"llm-staging"}
