@@ -6,6 +6,7 @@ A second `deploy` is an update: replicas that the changed configuration does not
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,7 @@ ON_HEAD = {"node:__internal_head__": 0.001}
 POLL_S = 0.5
 UNDEPLOY_S = 60.0
 """How long after the drain limit the application may still be there."""
+EVERY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104
 HOW_IT_ENDS = "splitserve undeploy takes it down"
 
 
@@ -69,6 +71,8 @@ def deploy_cluster(config: ClusterConfig, report: Report, builders: Builders | N
         before = _hand_over(config, address, builders)
         report.step("the application is deployed" if before is None else "the update is under way")
         _wait(config, report, before)
+    if config.http.host in EVERY_ADDRESS:
+        report.step(f"other machines: http://{address.rpartition(':')[0]}:{config.http.port}/v1")
     report.block(what_to_try(config, HOW_IT_ENDS))
 
 
@@ -101,7 +105,8 @@ def what_was_kept(before: Sequence[WorkerRecord], after: Sequence[WorkerRecord])
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Ray prints to stdout what it logs, too."""
+    """Ray prints to stdout what it logs, too; of Serve's log only what is wrong is of interest."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         yield
 

@@ -87,11 +87,15 @@ class Machine:
         root = psutil.Process(self.pid)
         namespace = _pid_namespace(self.pid)
         found = [p for p in psutil.process_iter() if p != root and _pid_namespace(p.pid) == namespace]
-        return [p for p in found if _name(p) != "sshd"]
+        return [p for p in found if _name(p) not in ("sshd", "")]
+
+    def named(self, name: str) -> list[psutil.Process]:
+        """All processes of that name."""
+        return [p for p in self.processes() if _name(p) == name]
 
     def process(self, name: str) -> psutil.Process:
         """The one process of that name."""
-        found = [p for p in self.processes() if _name(p) == name]
+        found = self.named(name)
         assert len(found) == 1, [(p.pid, _name(p)) for p in self.processes()]
         return found[0]
 
