@@ -20,13 +20,14 @@ COMMENT_WIDTH = 110
 ON_LOCAL = """Under `local` Ray's newer autoscaler (v2, the default since 2.50) starts all workers but one:
 so the head node is told to use v1 below (RAY_enable_autoscaler_v2=0). v1 also starts Ray anew on a host
 whose Ray died, about 40 s later."""
-WHICH_HOST = """All hosts have one kind of node here, and so the same commands: each looks up by its own
-address which workers it may run."""
-NODE_TYPES = """A pool's workers are placed by a resource that only its own hosts offer. The head node offers
-no CPUs: it runs Ray's control plane and the router."""
-ACCESS = """`ray start --address` and `ray status` show the token only where RAY_AUTH_MODE=token is set, or the
-head node refuses them: it is set in ~/.bashrc, which Ray reads before each command. `ray down` calls a bare
-`ray stop`: `ray` must be on the PATH there."""
+AGAIN = "A start that failed is tried again here: the autoscaler itself would give the host up for good."
+WHICH_HOST = f"""All hosts have one kind of node here, and so the same commands: each looks up by its own
+address which workers it may run. {AGAIN}"""
+NODE_TYPES = """A pool's workers are placed by a resource that only its own hosts offer. The head node
+offers no CPUs: it runs Ray's control plane and the router."""
+ACCESS = """`ray start --address` and `ray status` show the token only where RAY_AUTH_MODE=token is set, or
+the head node refuses them: it is set in ~/.bashrc, which Ray reads before each command. `ray down` calls a
+bare `ray stop`: `ray` must be on the PATH there."""
 STARTS = """RAY_health_check_*: a host that is cut off is given up after about 8 s instead of a minute."""
 IDLE = """So long after its last worker a host beyond the least number is ended."""
 
@@ -89,7 +90,9 @@ def _blocks(config: ClusterConfig) -> Iterator[str]:
         yield as_yaml({"rsync_exclude": ["**/.git", "**/.venv", "**/__pycache__"]})
     yield _block(STARTS, {"head_start_ray_commands": start_head(config)})
     offers = offers_by_host(config) if local else {}
-    yield _block(WHICH_HOST if local else "", {"worker_start_ray_commands": start_worker(config, offers)})
+    yield _block(
+        WHICH_HOST if local else AGAIN, {"worker_start_ray_commands": start_worker(config, offers)}
+    )
 
 
 def _auth(ray_up: RayUp) -> dict[str, str]:

@@ -14,6 +14,7 @@ from cluster.config import ClusterConfig
 from cluster.deploy_ray_up import RayUp
 
 PORT = 6379
+NUM_ATTEMPTS = 5
 ENVIRONMENT_FOLDER = "~/splitserve-env"
 PACKAGE = "~/splitserve-package"
 PINS = "~/splitserve-pins.txt"
@@ -79,8 +80,16 @@ def start_worker(config: ClusterConfig, resources: Mapping[str, Mapping[str, int
         "ray stop",
         _which_host(resources)
         + _prepare(config.deploy.ray_up, {})
-        + f"ray start --address=$RAY_HEAD_IP:{PORT} {_object_store(config)}{offers}",
+        + _tried_again(f"ray start --address=$RAY_HEAD_IP:{PORT} {_object_store(config)}{offers}"),
     ]
+
+
+def _tried_again(command: str) -> str:
+    """Ray's autoscaler gives a host up for good whose start has failed once, be it for a busy minute."""
+    attempts = " ".join(map(str, range(1, NUM_ATTEMPTS + 1)))
+    return (
+        f"for attempt in {attempts}; do\n  {command} && exit 0\n  ray stop --force; sleep 5\ndone\nexit 1"
+    )
 
 
 def _which_host(resources: Mapping[str, Mapping[str, int]]) -> str:

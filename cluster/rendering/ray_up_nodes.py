@@ -71,7 +71,7 @@ def _worker_type(config: ClusterConfig, role: Role) -> dict[str, Any]:
     return {
         "min_workers": hosts.num_hosts,
         "max_workers": _max_num_hosts(hosts),
-        "resources": _offer(config, role, hosts.num_hosts),
+        "resources": _offer(config, role, _max_num_hosts(hosts)),
         "node_config": _node_config(ray_up, role.value, hosts),
     }
 
@@ -83,7 +83,8 @@ def _max_num_hosts(hosts: PoolHosts) -> int:
 def _offer(config: ClusterConfig, role: Role, num_hosts: int) -> dict[str, int]:
     """Room for a host's share of the workers, and of those that a rolling update starts early."""
     pool = config.pool(role)
-    num_workers = math.ceil(pool.num_workers * (100 + pool.max_surge_percent) / 100)
+    most = pool.autoscaling.max_workers or pool.num_workers
+    num_workers = math.ceil(most * (100 + pool.max_surge_percent) / 100)
     share = math.ceil(num_workers / num_hosts)
     return {name: math.ceil(share * amount) for name, amount in pool_resources(config, role).items()}
 

@@ -20,13 +20,14 @@ import yaml
 from machines import REPOSITORY, Machine, machines, obstacle
 from served_cluster import wait_until
 
-pytestmark = [pytest.mark.hosts, pytest.mark.ray, pytest.mark.nixl, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.hosts, pytest.mark.ray, pytest.mark.nixl, pytest.mark.timeout(1200)]
 
 BIN = Path(sys.executable).parent
 PORT = 8000
-UP_S = 120.0
-DEPLOY_S = 150.0
-RECOVERY_S = 120.0
+UP_S = 300.0
+DEPLOY_S = 300.0
+RECOVERY_S = 240.0
+"""All bounds are for machines with other work to do; on an idle one a quarter is enough."""
 MODEL = "tiny"
 ON_HOSTS = {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
 OVER_TCP = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0"}
@@ -45,7 +46,7 @@ class Laptop:
         document = configuration(folder, model, hosts)
         (folder / "splitserve.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
 
-    def call(self, program: str, *arguments: str, limit_s: float = 60.0) -> str:
+    def call(self, program: str, *arguments: str, limit_s: float = 120.0) -> str:
         """What a command prints, errors too; fails when it does, and says how long it took."""
         started_at = time.monotonic()
         done = subprocess.run(
@@ -62,7 +63,7 @@ class Laptop:
         assert done.returncode == 0, done.stdout
         return done.stdout
 
-    def on_head(self, command: str, limit_s: float = 60.0) -> str:
+    def on_head(self, command: str, limit_s: float = 120.0) -> str:
         return self.call("ray", "exec", "ray-up.yaml", command, limit_s=limit_s)
 
     def ask(self, path: str, body: dict[str, Any], timeout_s: float = 30.0) -> dict[str, Any]:
@@ -159,7 +160,7 @@ def check_answers(laptop: Laptop, hosts: dict[str, Machine]) -> list[int]:
     golden = laptop.complete()
     assert set(laptop.workers()) == {"prefill", "decode"}
     verify = ["--config", "splitserve.yaml", "--url", laptop.url, "--prompts", "6", "--max-tokens", "16"]
-    assert "all equal" in laptop.call("splitserve", "verify", *verify, limit_s=120)
+    assert "all equal" in laptop.call("splitserve", "verify", *verify, limit_s=240)
     sent_bytes = hosts["prefill-0"].host.num_sent_bytes() - before
     fetched_bytes = kv_bytes(laptop)
     print(f"{fetched_bytes:,.0f} bytes of KV fetched; {sent_bytes:,} bytes left the prefill host")
@@ -231,7 +232,7 @@ def leftovers(hosts: dict[str, Machine]) -> list[list[str]]:
 
 
 def print_logs(head: Machine) -> None:
-    command = "tail -n 60 /tmp/ray/session_latest/logs/monitor.log; splitserve status || true; ray status"
+    command = "tail -n 60 /tmp/ray/session_latest/logs/monitor.out; splitserve status || true; ray status"
     try:
         print(head.run(command))
     except (AssertionError, subprocess.TimeoutExpired) as error:

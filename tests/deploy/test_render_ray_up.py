@@ -82,6 +82,15 @@ def offered(command: str, address: str) -> dict[str, int]:
     return offers
 
 
+def test_a_start_that_failed_is_tried_again(tmp_path: Path) -> None:
+    """The autoscaler never tries a host again whose start has failed once."""
+    command = rendered(tmp_path, LOCAL)["worker_start_ray_commands"][-1]
+    started = tmp_path / "started"
+    ray = f'ray() {{ [ "$1" = stop ] || [ -e {started} ] || ! touch {started}; }}; sleep() {{ :; }}\n'
+    assert run_on(ray + command, "10.0.0.2").returncode == 0
+    assert run_on("ray() { false; }; sleep() { :; }\n" + command, "10.0.0.2").returncode == 1
+
+
 def run_on(command: str, address: str) -> subprocess.CompletedProcess[str]:
     """As a host of that address would, with a `ray` and a `hostname` that only talk."""
     fakes = f'ray() {{ echo "$@"; }}; hostname() {{ [ "$1" = -I ] && echo "{address} "; }}\n'
@@ -94,10 +103,16 @@ def test_a_rolling_update_that_starts_successors_first_has_room_for_them(tmp_pat
     assert offered(command, "10.0.0.3") == {"splitserve_decode": 3}
 
 
+def test_a_pool_that_grows_has_room_for_all_that_it_may_become(tmp_path: Path) -> None:
+    document = LOCAL | {"decode": {"autoscaling": {"min_workers": 1, "max_workers": 6}}}
+    command = rendered(tmp_path, document)["worker_start_ray_commands"][-1]
+    assert offered(command, "10.0.0.3") == {"splitserve_decode": 3}
+
+
 def test_values_of_the_environment_reach_ray_as_they_are(tmp_path: Path) -> None:
     document = rendered(tmp_path, LOCAL)
     for commands in (document["head_start_ray_commands"], document["worker_start_ray_commands"]):
-        echo = commands[-1].replace("ray start", 'echo "<$UCX_TLS>"; ray start')
+        echo = commands[-1].replace("ray start", 'echo "<$UCX_TLS>"; ray start', 1)
         assert "<rc,cuda copy>" in run_on(echo, "10.0.0.2").stdout
 
 
@@ -106,7 +121,7 @@ def test_pools_have_kinds_of_nodes_of_their_own_in_a_cloud(tmp_path: Path) -> No
     types = document["available_node_types"]
     assert types["head"]["resources"] == {"CPU": 0}
     assert types["prefill"]["resources"] == {"splitserve_prefill": 1}
-    assert types["decode"]["resources"] == {"splitserve_decode": 2}
+    assert types["decode"]["resources"] == {"splitserve_decode": 2}  # of 4 workers on up to 3 hosts
     assert (types["decode"]["min_workers"], types["decode"]["max_workers"]) == (2, 3)
     assert document["max_workers"] == 4
 
