@@ -16,8 +16,10 @@ MODELS = "/models"
 API_KEY_FOLDER = "/etc/splitserve/api-key"
 USER = 1000
 """User and group of the image, `ray`."""
-FAREWELL_S = 60
-"""Beyond the drain limit: what a pod may take for its end."""
+START_S = 300
+"""How long the successors of a pod's workers may take to start, before those drain."""
+FAREWELL_S = 30
+"""Beyond that: what a pod may take for its end."""
 
 HEAD_PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
 METRICS_PORT = 8080
@@ -30,6 +32,15 @@ _HEAD_VARIABLES = {
     "RAY_health_check_failure_threshold": "3",
 }
 
+_FAREWELL = """\
+timeout 10 ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod ends' \\
+  --deadline-remaining-seconds {limit_s} || exit 0
+for _ in $(seq {limit_s}); do pgrep -f ^ray::ServeReplica > /dev/null || exit 0; sleep 1; done
+"""
+"""Before a worker's pod ends: Serve starts its replicas elsewhere, lets those here drain, and stops them.
+
+By itself the pod's end would kill them; Ray places nothing on the node from here on.
+"""
 _POD_SECURITY = {
     "runAsNonRoot": True,
     "runAsUser": USER,
@@ -73,6 +84,7 @@ def worker_template(config: ClusterConfig, group: PodGroup) -> Yaml:
     container["resources"] = _resources(_worker_limits(config, group))
     if as_root:
         container["securityContext"] |= _LOCKS_MEMORY
+    container["lifecycle"] = {"preStop": {"exec": {"command": ["bash", "-c", _farewell(config)]}}}
     container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108
     spec = _pod_spec(config, container)
     shm = {"medium": "Memory", "sizeLimit": quantity(group.shm_bytes)}
@@ -83,6 +95,15 @@ def worker_template(config: ClusterConfig, group: PodGroup) -> Yaml:
     if taints:
         spec["tolerations"] = [{"key": key, "operator": "Exists"} for key in taints]
     return {"metadata": {"labels": labels(config, group.name)}, "spec": spec}
+
+
+def _farewell(config: ClusterConfig) -> str:
+    return _FAREWELL.format(limit_s=drain_s(config))
+
+
+def drain_s(config: ClusterConfig) -> int:
+    """How long the pods' workers may take to go: to be started elsewhere, and to end what runs."""
+    return round(config.drain_limit_s) + START_S
 
 
 def _worker_limits(config: ClusterConfig, group: PodGroup) -> dict[str, str]:
@@ -103,7 +124,7 @@ def _resources(limits: dict[str, str]) -> Yaml:
 def _pod_spec(config: ClusterConfig, container: Yaml) -> Yaml:
     kuberay = config.deploy.kuberay
     spec: Yaml = {
-        "terminationGracePeriodSeconds": round(config.drain_limit_s) + FAREWELL_S,
+        "terminationGracePeriodSeconds": drain_s(config) + FAREWELL_S,
         "automountServiceAccountToken": False,
         "securityContext": dict(_POD_SECURITY),
         "initContainers": [_download(config, container["resources"]["limits"])],

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,6 +144,27 @@ def test_a_pod_has_more_time_than_its_workers_take_to_drain() -> None:
     assert service["spec"]["rayClusterDeletionDelaySeconds"] > limit_s
     for spec in pods({"drain_limit_s": limit_s}).values():
         assert spec["terminationGracePeriodSeconds"] > limit_s
+
+
+def test_a_workers_pod_tells_ray_before_it_ends() -> None:
+    """By bash's own judgement a script, and one that waits no longer than the pod may live."""
+    for name, spec in pods({"drain_limit_s": 100}).items():
+        (container,) = spec["containers"]
+        if name == "head":
+            assert "lifecycle" not in container
+            continue
+        bash, _, script = container["lifecycle"]["preStop"]["exec"]["command"]
+        assert subprocess.run([bash, "-n", "-c", script], check=False).returncode == 0
+        (limit_s,) = re.findall(r"--deadline-remaining-seconds (\d+)", script)
+        assert 100 < int(limit_s) < spec["terminationGracePeriodSeconds"]
+
+
+def test_the_pods_last_command_ends_at_once_when_ray_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "ray").write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
+    (tmp_path / "ray").chmod(0o755)
+    command = pods()["decode"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    done = subprocess.run(command, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, timeout=60, check=False)
+    assert done.returncode == 0
 
 
 def test_shared_memory_has_a_size_and_rays_object_store_leaves_it_to_others() -> None:
