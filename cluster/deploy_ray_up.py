@@ -50,7 +50,8 @@ class RayUp(Section):
     config_file: Path = Path("splitserve.yaml")
     """This configuration, as seen from where `ray up` is called; on all hosts `~/splitserve.yaml`."""
     package: Path | None = None
-    """Wheel or checkout of Splitserve to copy to all hosts and install there; null: they have it."""
+    """Wheel of Splitserve (`pip wheel --no-deps -w dist .`), or a checkout without `.venv`, to copy to all
+    hosts and install there; null: they have it."""
     pins: Path | None = None
     """Pinned requirements for that, such as requirements/serve.txt; null: what its own bounds allow."""
     file_mounts: dict[str, str] = Field(default_factory=dict)

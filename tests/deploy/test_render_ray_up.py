@@ -15,6 +15,8 @@ from cluster.config import load_config
 from cluster.rendering import render_files
 from protocol.errors import StartupError
 
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted(path.parent for path in (ROOT / "deploy").glob("*/ray-up.yaml"))
 LOCAL: dict[str, Any] = {
     "model": "/models/m",
     "decode": {"num_workers": 4},
@@ -59,6 +61,15 @@ def test_ray_accepts_it(tmp_path: Path, ray_up: dict[str, Any]) -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     validate_config(prepare_config(rendered(tmp_path, LOCAL, **ray_up)))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_the_examples_are_rendered_anew_and_ray_accepts_them(example: Path) -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    text = render_files("ray-up", load_config(example / "splitserve.yaml"))["ray-up.yaml"]
+    assert text == (example / "ray-up.yaml").read_text(encoding="utf-8"), "render it anew"
+    validate_config(prepare_config(yaml.safe_load(text)))
 
 
 def test_each_host_offers_room_for_its_share_of_the_workers(tmp_path: Path) -> None:
