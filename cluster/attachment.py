@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from protocol.errors import StartupError, WorkerUnavailable
 from protocol.membership import WorkerRecord
 
 DIRECTORY_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class Attachment:
     @contextmanager
     def joined(self) -> Iterator[str]:
         """Connected to its Ray, whose host:port it is. Raises `WorkerUnavailable` when nothing answers."""
+        check_reachable(self.ray_address)
         use_ray_token()
         from ray.exceptions import RayError
 
@@ -60,6 +63,17 @@ def find_cluster(config: ClusterConfig) -> Attachment:
     if not state.is_deployed:
         export(local_ray_variables(state.ray_token))
     return Attachment(state.ray_address, state.cluster_token)
+
+
+def check_reachable(ray_address: str) -> None:
+    """Ray itself tries for minutes to reach a cluster that is gone. Raises `WorkerUnavailable`."""
+    host, _, port = ray_address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        return  # auto, or a scheme that Ray knows
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise WorkerUnavailable(f"no Ray cluster answers at {ray_address}: {error}") from error
 
 
 def _no_answer(address: str, error: Exception) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from typing import TYPE_CHECKING
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 ON_HEAD = {"node:__internal_head__": 0.001}
 """Ray's own name for its head node, of which there is one."""
 POLL_S = 0.5
+NODES_S = 10.0
+"""How long nodes may be on their way before that is worth a word."""
 UNDEPLOY_S = 60.0
 """How long after the drain limit the application may still be there."""
 EVERY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104
@@ -64,6 +66,8 @@ def deploy_cluster(config: ClusterConfig, report: Report, builders: Builders | N
     config = for_deployment(config)
     check_configuration(config)
     report.headline(config)
+    for line in warnings_of_deployment(config):
+        report.step(line)
     model = Background("model", partial(prepare_model, config))
     with _silence(), Attachment(str(config.ray.address), None).joined() as address:
         report.step(f"Ray runs at {address}")
@@ -90,6 +94,23 @@ def undeploy_cluster(config: ClusterConfig, report: Report) -> None:
         else:
             report.step(f"nothing is deployed on the Ray cluster at {address}")
     state_file(config).unlink(missing_ok=True)
+
+
+def warnings_of_deployment(config: ClusterConfig) -> list[str]:
+    """What works, but not as one might wish."""
+    if config.http.host in EVERY_ADDRESS and config.http.api_key_file is None:
+        return ["no API key: whoever reaches this port may use the model; http.api_key_file asks for one"]
+    return []
+
+
+def missing_nodes(config: ClusterConfig, offered: Mapping[str, float]) -> list[str]:
+    """Which workers no node of the Ray cluster has a place for; `offered` are its resources in all."""
+    return [
+        f"{role.value} waits for a node that offers {name}; `ray status` shows those that there are"
+        for role in Role
+        for name, amount in config.pool(role).resources.items()
+        if offered.get(name, 0.0) < amount
+    ]
 
 
 def what_was_kept(before: Sequence[WorkerRecord], after: Sequence[WorkerRecord]) -> list[str]:
@@ -133,12 +154,30 @@ def _hand_over(
 def _wait(config: ClusterConfig, report: Report, before: Sequence[WorkerRecord] | None) -> None:
     from cluster.application import is_settled
 
-    wait_until_ready(config, report, time.sleep, is_settled)
+    wait_until_ready(config, report, _Nap(config, report), is_settled)
     workers = list_workers()
     for line in engines_in_words(workers):
         report.step(line)
     for line in what_was_kept(before, workers) if before is not None else ():
         report.step(line)
+
+
+class _Nap:
+    """Sleeps, and tells once which nodes are missing when they have had the time to join."""
+
+    def __init__(self, config: ClusterConfig, report: Report) -> None:
+        self._config = config
+        self._report = report
+        self._tell_at: float | None = time.monotonic() + NODES_S
+
+    def __call__(self, seconds: float) -> None:
+        import ray
+
+        time.sleep(seconds)
+        if self._tell_at is not None and time.monotonic() > self._tell_at:
+            self._tell_at = None
+            for line in missing_nodes(self._config, ray.cluster_resources()):
+                self._report.step(line)
 
 
 def _take_down(config: ClusterConfig, report: Report) -> None:
