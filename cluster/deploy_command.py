@@ -176,7 +176,8 @@ class _Nap:
         time.sleep(seconds)
         if self._tell_at is not None and time.monotonic() > self._tell_at:
             self._tell_at = None
-            for line in missing_nodes(self._config, ray.cluster_resources()):
+            offered = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            for line in missing_nodes(self._config, offered):
                 self._report.step(line)
 
 
