@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.config import DEMO_MODEL, ClusterConfig
+from cluster.config import DEMO_MODEL, ClusterConfig, PoolConfig
 from cluster.faults import dial_of, with_read_faults
 from cluster.model_length import max_model_len
 from engine.model.config import ModelConfig
@@ -39,7 +39,7 @@ from kv_transfer import (
 from protocol.errors import StartupError
 from protocol.ids import BlockId, WorkerId, WorkerIdentity
 from protocol.ports import Directory, KvTransport
-from rpc import WorkerProfile
+from rpc import StartupClock, WorkerProfile
 
 if TYPE_CHECKING:
     from cluster.engine_parts import EngineParts
@@ -78,14 +78,13 @@ def build_prefill_worker(
 
     Raises `StartupError`.
     """
-    from cluster.engine_parts import build_engine
     from prefill_worker import PrefillWorker, PrefillWorkerConfig
 
-    identity = _new_identity(replica_name)
-    parts = build_engine(config, config.prefill, open_model(config))
+    identity, startup = _new_identity(replica_name), StartupClock()
+    parts = _load_engine(config, config.prefill, startup)
     checksum = _checksum(config, parts)
     return PrefillWorker(
-        profile=_profile(identity, parts, token),
+        profile=_profile(identity, parts, token, startup),
         make_engine=partial(parts.make_thread, "prefill-engine"),
         transport=_transport(config, identity, network, parts.pool_memory),
         directory=directory,
@@ -106,13 +105,12 @@ def build_decode_worker(
 
     Raises `StartupError`.
     """
-    from cluster.engine_parts import build_engine
     from decode_worker import DecodeWorker, DecodeWorkerConfig, OnKvFailure
 
-    identity = _new_identity(replica_name)
-    parts = build_engine(config, config.decode, open_model(config))
+    identity, startup = _new_identity(replica_name), StartupClock()
+    parts = _load_engine(config, config.decode, startup)
     return DecodeWorker(
-        profile=_profile(identity, parts, token),
+        profile=_profile(identity, parts, token, startup),
         make_engine=partial(parts.make_thread, "decode-engine"),
         reader=LayoutReader(
             parts.pool_memory,
@@ -161,12 +159,25 @@ def build_router(config: ClusterConfig, *, token: str, directory: Directory) -> 
     )
 
 
-def _profile(identity: WorkerIdentity, parts: EngineParts, token: str) -> WorkerProfile:
+def _load_engine(config: ClusterConfig, pool: PoolConfig, startup: StartupClock) -> EngineParts:
+    """The engine of a worker whose process does nothing else. Raises `StartupError`."""
+    from cluster.engine_parts import build_engine
+
+    startup.end("imports")
+    folder = open_model(config)
+    startup.end("model")
+    return build_engine(config, pool, folder, end_phase=startup.end)
+
+
+def _profile(
+    identity: WorkerIdentity, parts: EngineParts, token: str, startup: StartupClock
+) -> WorkerProfile:
     return WorkerProfile(
         identity=identity,
         fingerprint=parts.fingerprint,
         max_model_len=parts.scheduler.max_model_len,
         cluster_token=token,
+        startup=startup,
     )
 
 

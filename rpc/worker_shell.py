@@ -32,6 +32,7 @@ from rpc.engine_metrics import EngineCollector
 from rpc.health import Health
 from rpc.server import Registrar, RunningServer, join_address, start_server
 from rpc.stage_meter import StageMeter
+from rpc.startup import LAST_PHASE, StartupClock, StartupCollector
 from rpc.tasks import TaskSet
 
 CommandT = TypeVar("CommandT")
@@ -54,6 +55,8 @@ class WorkerProfile:
     cluster_token: str = field(repr=False)
     advertise_host: str | None = None
     """Where other machines reach this worker; None: the host that it listens on."""
+    startup: StartupClock = field(default_factory=StartupClock, compare=False, repr=False)
+    """Measures how long it takes until this worker is ready."""
 
 
 class WorkerShell(Generic[CommandT, EventT]):
@@ -83,6 +86,7 @@ class WorkerShell(Generic[CommandT, EventT]):
         self._meter = StageMeter(lambda: self.engine.stats, num_demanded_blocks, clock)
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(lambda: self.engine.stats, self.record, self.signals))
+        self.registry.register(StartupCollector(profile.startup))
         self.is_draining = False
         self._role = role
         self._invalidation = invalidation
@@ -135,6 +139,7 @@ class WorkerShell(Generic[CommandT, EventT]):
         self.tasks.spawn(self.engine.watch(), "engine watch")
         self.tasks.spawn(self._announcer.run(), "announcer")
         self.tasks.spawn(self._meter.run(), "stage meter")
+        self.profile.startup.end(LAST_PHASE)
         return self._address
 
     async def drain(self) -> None:

@@ -17,7 +17,7 @@ from protocol.ids import Role
 from protocol.membership import WorkerRecord
 from protocol.signals import StageSignals
 from router.metrics import RouterMetrics
-from rpc import EngineCollector
+from rpc import EngineCollector, StartupClock, StartupCollector
 
 DOC = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 WORKERS = "worker_id, role"
@@ -54,6 +54,13 @@ def engine_rows() -> set[Row]:
     return rows_of(registry, "both workers", WORKERS)
 
 
+def startup_rows() -> set[Row]:
+    registry, clock = CollectorRegistry(), StartupClock()
+    registry.register(StartupCollector(clock))
+    clock.end("listen")
+    return rows_of(registry, "both workers", WORKERS)
+
+
 def prefill_rows() -> set[Row]:
     registry = CollectorRegistry()
     metrics = PrefillMetrics(registry, lambda: 0)
@@ -86,7 +93,7 @@ def line_of(row: Row) -> str:
 
 
 def test_table_of_metrics_is_what_is_exposed() -> None:
-    exposed = router_rows() | engine_rows() | prefill_rows() | decode_rows()
+    exposed = router_rows() | engine_rows() | startup_rows() | prefill_rows() | decode_rows()
     documented = documented_rows()
     assert len(documented) == len(set(documented))
     missing = sorted(map(line_of, exposed - set(documented)))

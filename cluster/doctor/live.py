@@ -59,7 +59,7 @@ def _service(config: ClusterConfig, url: str | None) -> Service | None:
 def _join(attachment: Attachment, stack: ExitStack) -> None:
     """Raises `WorkerUnavailable`; Ray itself may wait for minutes for a cluster that is gone."""
     _require_listener(attachment.ray_address)
-    logging.getLogger("ray").setLevel(logging.ERROR)  # it complains of not being on the main thread
+    logging.getLogger("ray._private.worker").setLevel(logging.ERROR)  # it wants the main thread
     joining = Background("doctor: join Ray", partial(stack.enter_context, attachment.joined()))
     if not joining.wait(JOIN_LIMIT_S):
         raise WorkerUnavailable(
