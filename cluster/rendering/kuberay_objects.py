@@ -7,8 +7,17 @@ from typing import Any
 
 from cluster.config import ClusterConfig
 from cluster.rendering.kuberay_groups import PodGroup
-from cluster.rendering.kuberay_pods import HEAD_PORTS, METRICS_PORT, labels, model_claim_name
+from cluster.rendering.kuberay_pods import (
+    CONFIG_FILE,
+    HEAD_PORTS,
+    METRICS_PORT,
+    config_map_name,
+    labels,
+    model_claim_name,
+)
 from cluster.rendering.quantities import quantity
+from cluster.rendering.serve_config import serve_arguments
+from cluster.rendering.yaml_text import as_yaml
 
 Yaml = dict[str, Any]
 
@@ -20,6 +29,7 @@ def objects_beside(config: ClusterConfig, groups: list[PodGroup]) -> Iterator[Ya
     kuberay = config.deploy.kuberay
     if not kuberay.models.per_pod and kuberay.models.claim is None:
         yield _model_claim(config)
+    yield _config_map(config)
     if kuberay.network_policy:
         yield _network_policy(config)
     yield from _disruption_budgets(config, groups)
@@ -47,6 +57,16 @@ def _model_claim(config: ClusterConfig) -> Yaml:
         "kind": "PersistentVolumeClaim",
         "metadata": metadata(config, model_claim_name(config)),
         "spec": spec,
+    }
+
+
+def _config_map(config: ClusterConfig) -> Yaml:
+    """What Serve gets, for commands that run in the head's pod."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(config, config_map_name(config)),
+        "data": {CONFIG_FILE: as_yaml(serve_arguments(config))},
     }
 
 

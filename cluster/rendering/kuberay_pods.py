@@ -13,6 +13,8 @@ Yaml = dict[str, Any]
 
 MODELS = "/models"
 """Where all pods mount the volume with the model."""
+CONFIG_FOLDER, CONFIG_FILE = "/etc/splitserve/config", "splitserve.yaml"
+"""Where the head finds the configuration, for `splitserve doctor`, `status` and `drain` there."""
 API_KEY_FOLDER = "/etc/splitserve/api-key"
 USER = 1000
 """User and group of the image, `ray`."""
@@ -68,7 +70,9 @@ def head_template(config: ClusterConfig, *, with_autoscaler: bool) -> Yaml:
     head = config.deploy.kuberay.head
     container = _container(config, "ray-head", HEAD_PORTS, _HEAD_VARIABLES)
     container["resources"] = _resources({"cpu": str(head.cpus), "memory": quantity(head.memory)})
+    container["volumeMounts"].append({"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True})
     spec = _pod_spec(config, container)
+    spec["volumes"].append({"name": "config", "configMap": {"name": config_map_name(config)}})
     if with_autoscaler:
         del spec["automountServiceAccountToken"]
     if head.node_selector:
@@ -220,3 +224,8 @@ def _model_source(config: ClusterConfig) -> Yaml:
 def model_claim_name(config: ClusterConfig) -> str:
     """Of the claim that is rendered."""
     return f"{config.deploy.name}-models"
+
+
+def config_map_name(config: ClusterConfig) -> str:
+    """Of the ConfigMap with the configuration."""
+    return f"{config.deploy.name}-config"

@@ -14,6 +14,7 @@ from kuberay_checks import problems
 
 from cluster.config import load_config
 from cluster.rendering import render_files
+from cluster.rendering.kuberay_pods import CONFIG_FILE, CONFIG_FOLDER
 from protocol.errors import StartupError
 
 Yaml = dict[str, Any]
@@ -201,6 +202,17 @@ def test_an_api_key_comes_from_a_secret() -> None:
     for spec in pods({f"{K}.api_key_secret": "keys"}).values():
         folders = [mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]]
         assert path.rpartition("/")[0] in folders
+
+
+def test_commands_in_the_heads_pod_find_the_configuration(tmp_path: Path) -> None:
+    found = rendered({"decode.num_workers": 3})
+    (mount,) = (m for m in pods()["head"]["containers"][0]["volumeMounts"] if m["name"] == "config")
+    file = tmp_path / CONFIG_FILE
+    file.write_text(the("ConfigMap", found)["data"][CONFIG_FILE], encoding="utf-8")
+    assert mount["mountPath"] == CONFIG_FOLDER
+    config = load_config(file)
+    assert config.decode.num_workers == 3
+    assert config.ray.address == "auto"
 
 
 def test_a_disruption_budget_lets_one_pod_of_several_go() -> None:
