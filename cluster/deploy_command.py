@@ -173,7 +173,7 @@ class _Nap:
     def __call__(self, seconds: float) -> None:
         import ray
 
-        time.sleep(seconds)
+        time.sleep(max(seconds, POLL_S))
         if self._tell_at is not None and time.monotonic() > self._tell_at:
             self._tell_at = None
             offered = ray.cluster_resources()  # type: ignore[no-untyped-call]

@@ -60,6 +60,8 @@ class RayUp(Section):
     """What to run on each new host before Splitserve is installed."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Variables of all nodes and workers, such as UCX_TLS and UCX_NET_DEVICES."""
+    dashboard: bool = True
+    """Run Ray's dashboard on the head node. Ray's `serve` commands ask it; Splitserve's do without."""
     region: str = ""
     """aws, gcp: where."""
     zone: str = ""

@@ -32,7 +32,7 @@ def wait_until_ready(
     """
     started_at = looked_at = time.monotonic()
     told: set[str] = set()
-    while not (is_settled() and http_answers(public_url(config), "/ready")):
+    while not (http_answers(public_url(config), "/ready") and is_settled()):
         nap(POLL_S)
         if time.monotonic() > looked_at + STATUS_PERIOD_S:
             told |= _look(report, told)

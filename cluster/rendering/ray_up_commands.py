@@ -65,11 +65,12 @@ def start_head(config: ClusterConfig) -> list[str]:
     local = ray_up.provider == "local"
     variables = ON_HEAD | ({"RAY_enable_autoscaler_v2": "0"} if local else {})
     address = f" --node-ip-address={ray_up.head.host}" if local else ""
+    dashboard = "" if ray_up.dashboard else " --include-dashboard=false"
     return [
         "ray stop",
         _prepare(ray_up, variables)
-        + f"ray start --head{address} --port={PORT} --num-cpus=0 --num-gpus=0 {_object_store(config)}"
-        " --autoscaling-config=~/ray_bootstrap_config.yaml",
+        + f"ray start --head{address} --port={PORT} --num-cpus=0 --num-gpus=0{dashboard}"
+        f" {_object_store(config)} --autoscaling-config=~/ray_bootstrap_config.yaml",
     ]
 
 

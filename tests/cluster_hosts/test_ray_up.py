@@ -113,6 +113,7 @@ def configuration(folder: Path, model: Path, hosts: dict[str, Machine]) -> dict[
                 "ssh_user": "root",
                 "ssh_private_key": str(hosts["head"].key),
                 "auth_token_file": "token",
+                "dashboard": False,
                 "environment": OVER_TCP | IMPATIENT,
                 "head": {"host": hosts["head"].address},
                 "prefill": {"hosts": [hosts["prefill-0"].address]},
