@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import torch
+from weights_samples import trained_tokenizer, write_folder
 
 from cluster.config import ClusterConfig, load_config
 from cluster.doctor.doctor import check_all
@@ -26,6 +30,17 @@ from cluster.doctor.node import run_probes
 
 DEFAULTS = load_config(None)
 GIB = 2**30
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+}
+"""The config.json of a model whose weights nobody loads."""
 ACTIVE_PORT = RdmaPort("mlx5_0:1", "ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand", ("IB/RoCE v1",))
 
 
@@ -65,3 +80,10 @@ def the_only(findings: Iterable[Finding], severity: Severity) -> Finding:
     assert [f.severity for f in found] == [severity], found
     assert found[0].todo
     return found[0]
+
+
+def write_model(folder: Path) -> Path:
+    """A folder that looks like a model of TINY's size, made without transformers."""
+    write_folder(folder, {"model.norm.weight": torch.ones(1000)}, **TINY)
+    trained_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder

@@ -12,8 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from doctor_kit import ACTIVE_PORT, DEFAULTS, GIB, healthy_node, probed, seen, the_only
-from tiny_clusters import tiny_config
+from doctor_kit import ACTIVE_PORT, DEFAULTS, GIB, healthy_node, probed, seen, the_only, write_model
 from worker_fakes import CLUSTER_TOKEN, D0, FINGERPRINT, P0
 
 from cluster.config import load_config
@@ -58,22 +57,20 @@ def test_port_that_is_taken() -> None:
 LIMITED = """
 import resource
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
-from doctor_kit import DEFAULTS, probed
+from cluster.config import load_config
+from cluster.doctor.doctor import check_all
+from cluster.doctor.facts import Seen
 from cluster.doctor.limits import probe_limits
-for finding in probed(DEFAULTS, limits=probe_limits):
+from cluster.doctor.node import run_probes
+for finding in check_all(Seen(load_config(None), (run_probes("n0", {"limits": probe_limits}),))):
     print(finding.severity, finding.check, finding.what, "->", finding.todo)
 """
 
 
 def test_memlock_of_64_kib() -> None:
     """Really set: the probe runs in a process that may lock no more."""
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     said = subprocess.run(
-        [sys.executable, "-c", LIMITED],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", LIMITED], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     assert "warning memlock only 64 KiB of memory may be locked" in said
     assert "-> ulimit -l unlimited" in said
@@ -188,14 +185,15 @@ async def test_wrong_token() -> None:
     assert "another token" not in "".join(f.what + f.todo for f in findings)
 
 
-def test_too_little_memory(tiny_llama: Path) -> None:
-    config = tiny_config(tiny_llama, decode__num_blocks=None, decode__kv_cache_memory="3GiB")
+def test_too_little_memory(tmp_path: Path) -> None:
+    settings = {"model": str(write_model(tmp_path / "tiny")), "decode.kv_cache_memory": "3GiB"}
+    config = load_config(None, settings)
     found = probed(
         config,
         model=partial(probe_model, config),
         memory=lambda: Memory(total_bytes=8 * GIB, available_bytes=4 * GIB),
     )
     finding = the_only(found, Severity.PROBLEM)
-    assert finding.what.startswith("4 GiB of 8 GiB available, about 4.8 GiB needed")
+    assert finding.what.startswith("4 GiB of 8 GiB available, about 5.3 GiB needed")
     assert "3 GiB KV" in finding.what
     assert "kv_cache_memory" in finding.todo
