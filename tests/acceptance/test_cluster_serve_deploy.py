@@ -51,6 +51,7 @@ class Deployed:
             "served_model_name": "tiny",
             "cache_dir": str(cache_dir),
             "http.port": served.port,
+            "router.worker_wait_s": LIMIT_S,
             "prefill.num_blocks": 200,
             "decode.num_blocks": 200,
         }
@@ -94,7 +95,8 @@ class Deployed:
 @pytest.fixture(scope="module")
 def deployed(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     folder = tmp_path_factory.mktemp("deployed")
-    with serving(tiny_llama, folder) as served:
+    patience = f"router.worker_wait_s={LIMIT_S}"  # a pool of one has a pause while its successor starts
+    with serving(tiny_llama, folder, "--set", patience) as served:
         yield Deployed(served, tiny_llama, folder / "cache")
 
 
@@ -116,7 +118,7 @@ def test_a_changed_argument_replaces_only_what_reads_it_and_fails_no_request(dep
     workers, routers = deployed.workers(), deployed.routers()
     load = Load(deployed.served)
     with load.running():
-        deployed.deploy(decode__max_num_batched_tokens=256)
+        deployed.deploy(decode__max_num_batched_tokens=256, decode__autoscaling={"max_workers": 1})
         deployed.wait_until_replaced("decode", workers)
     assert not load.failures
     assert deployed.workers()["prefill"] == workers["prefill"]
