@@ -36,6 +36,11 @@ SERVE_CONFIG = "spec.serveConfigV2"
 Yaml = dict[str, Any]
 
 
+def load_all(text: str) -> list[Yaml]:
+    """The documents of a file. libyaml reads them several times faster than Python does."""
+    return list(yaml.load_all(text, Loader=yaml.CSafeLoader))
+
+
 def problems(document: Yaml) -> list[str]:
     """What is wrong with one manifest, as `path: reason`."""
     if document["kind"] == "RayService":
@@ -47,7 +52,7 @@ def problems(document: Yaml) -> list[str]:
 
 def all_problems(text: str) -> list[str]:
     """Those of all documents of a file."""
-    return [problem for document in yaml.safe_load_all(text) for problem in problems(document)]
+    return [problem for document in load_all(text) for problem in problems(document)]
 
 
 def _schema_problems(document: Yaml) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from kuberay_checks import all_problems, problems
+from kuberay_checks import all_problems, load_all, problems
 
 from cluster.config import ClusterConfig, load_config
 from cluster.rendering import render_files
@@ -25,7 +25,7 @@ Yaml = dict[str, Any]
 
 
 def documents(config: ClusterConfig) -> list[Yaml]:
-    return list(yaml.safe_load_all(render_files("kuberay", config)["kuberay.yaml"]))
+    return load_all(render_files("kuberay", config)["kuberay.yaml"])
 
 
 def rendered(**changes: object) -> list[Yaml]:
@@ -176,5 +176,5 @@ def test_the_overlay_renders_manifests_that_a_cluster_would_take() -> None:
     assert done.returncode == 0, done.stderr
     assert all_problems(done.stdout) == []
     assert "image: splitserve" not in done.stdout
-    found = list(yaml.safe_load_all(done.stdout))
+    found = load_all(done.stdout)
     assert {document["metadata"]["namespace"] for document in found} == {"llm-staging"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from kuberay_checks import problems
+from kuberay_checks import load_all, problems
 
 from cluster.config import load_config
 from cluster.rendering import render_files
@@ -23,7 +23,7 @@ K = "deploy.kuberay"
 
 def rendered(changes: dict[str, object] | None = None) -> list[Yaml]:
     text = render_files("kuberay", load_config(None, changes or {}))["kuberay.yaml"]
-    found = list(yaml.safe_load_all(text))
+    found = load_all(text)
     assert [problem for document in found for problem in problems(document)] == []
     return found
 
