@@ -13,6 +13,9 @@ from protocol.ids import Role
 from protocol.membership import WorkerRecord
 
 CHECK = "workers"
+JOIN_TODO = (
+    "does Ray run there, in this version? Where it asks for a token: RAY_AUTH_MODE=token, RAY_AUTH_TOKEN"
+)
 TOKEN_TODO = "set SPLITSERVE_CLUSTER_TOKEN to what the workers were started with"  # noqa: S105
 
 
@@ -30,9 +33,7 @@ async def _ask(record: WorkerRecord, token: str) -> WorkerAnswer:
 
 def check_workers(seen: Seen) -> Findings:
     if seen.live.problem:
-        yield Topic("cluster", CHECK).problem(
-            seen.live.problem, "see `splitserve status`, and the logs of Ray"
-        )
+        yield Topic("cluster", CHECK).problem(seen.live.problem, JOIN_TODO)
     for name in seen.live.lost_nodes:
         yield Topic(name, CHECK).warning(
             "this node left the Ray cluster", "start Ray there again, unless it was meant to go"
