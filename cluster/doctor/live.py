@@ -101,6 +101,10 @@ def _ask(attachment: Attachment, service: Service | None, lost: tuple[str, ...])
 
 
 def _workers(token: str | None) -> tuple[WorkerAnswer, ...]:
+    from cluster.ray_directory import has_directory
+
+    if not has_directory():
+        return ()  # nothing is deployed, and to ask the directory would make one
     records = list_workers()
     if token is None:
         return tuple(WorkerAnswer(record, None) for record in records)
