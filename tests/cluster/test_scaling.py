@@ -93,6 +93,7 @@ def test_recommendation_leaves_room_between_too_many_and_too_few(
     assert recommended(need, present, RULES) == wanted
 
 
+@settings(deadline=None)
 @given(need=st.floats(0, 20), present=st.integers(1, 8))
 def test_what_was_recommended_is_not_taken_back_under_the_same_load(need: float, present: int) -> None:
     """Else the number would go to and fro under a load that does not change."""
@@ -149,7 +150,7 @@ def test_of_many_workers_a_quarter_goes_at_a_time() -> None:
     assert [number for _, number in pool.run(300)] == [30, 23, 18, 14]
 
 
-@settings(max_examples=40)
+@settings(max_examples=30, deadline=None)
 @given(
     level=st.floats(0.1, 7.5),
     noise=st.floats(0, 0.1),
@@ -168,7 +169,7 @@ def test_a_noisy_load_ends_up_with_enough_workers_and_no_flapping(
     assert pool.num_workers <= math.ceil(level * (1 + noise) / 0.75)
 
 
-@settings(max_examples=40)
+@settings(max_examples=30, deadline=None)
 @given(needs=st.lists(st.floats(0, 30), min_size=1, max_size=200), present=st.integers(1, 8))
 def test_the_bounds_hold_and_each_step_has_its_delay(needs: list[float], present: int) -> None:
     pool = Pool(lambda now: needs[int(now / TICK_S) % len(needs)], num_workers=present)
