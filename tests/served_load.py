@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
 import re
@@ -44,7 +45,7 @@ class Load:
         while not self._is_over.is_set():
             try:
                 problem = self._ask(rng)
-            except OSError as error:
+            except (OSError, http.client.HTTPException) as error:
                 problem = repr(error)
             if problem:
                 self.failures.append(problem)
