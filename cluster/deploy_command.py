@@ -70,6 +70,7 @@ def deploy_cluster(config: ClusterConfig, report: Report, builders: Builders | N
         report.step(line)
     model = Background("model", partial(prepare_model, config))
     with _silence(), Attachment(str(config.ray.address), None).joined() as address:
+        _hush_serve()
         report.step(f"Ray runs at {address}")
         report.step(f"the model is at {model.result()}")
         before = _hand_over(config, address, builders)
@@ -87,6 +88,7 @@ def undeploy_cluster(config: ClusterConfig, report: Report) -> None:
     """
     config = for_deployment(config)
     with _silence(), find_cluster(config).joined() as address:
+        _hush_serve()
         from cluster.application import deployments
 
         if deployments():
@@ -126,10 +128,16 @@ def what_was_kept(before: Sequence[WorkerRecord], after: Sequence[WorkerRecord])
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Ray prints to stdout what it logs, too; of Serve's log only what is wrong is of interest."""
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    """Ray prints to stdout what it logs, too."""
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         yield
+
+
+def _hush_serve() -> None:
+    """Of Serve's log on this side only what is wrong is of interest."""
+    from ray import serve  # noqa: F401  # its import sets the level, too
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
 
 
 def _hand_over(

@@ -57,7 +57,7 @@ class Laptop:
             timeout=limit_s,
             check=False,
             cwd=self.folder,
-            env={**os.environ, "HOME": str(self.folder)},
+            env={**os.environ, "HOME": str(self.folder), "TMPDIR": str(self.folder)},
         )
         tell(f"{program} {' '.join(arguments[:2])}", started_at)
         assert done.returncode == 0, done.stdout
