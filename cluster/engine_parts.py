@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.config import ClusterConfig, PoolConfig
@@ -66,9 +67,16 @@ class EngineParts:
 
 
 def build_engine(
-    config: ClusterConfig, pool: PoolConfig, folder: ModelFolder, progress: Progress | None = None
+    config: ClusterConfig,
+    pool: PoolConfig,
+    folder: ModelFolder,
+    progress: Progress | None = None,
+    end_phase: Callable[[str], None] = lambda phase: None,
 ) -> EngineParts:
-    """Load the model and lay out its KV cache. Takes seconds. Raises `StartupError`."""
+    """Load the model and lay out its KV cache. Takes seconds. Raises `StartupError`.
+
+    `end_phase` hears when the weights are loaded, and when the rest is done.
+    """
     num_threads = threads_per_engine(config, pool)
     limit_threads(num_threads)
     model_config = ModelConfig.from_hf(folder.config)
@@ -76,6 +84,7 @@ def build_engine(
     device = select_device("auto" if pool.num_gpus else "cpu")
     dtype = select_dtype(config.dtype_of(pool), device)
     weights = load_weights(folder, dtype, progress=progress)
+    end_phase("weights")
     ops = choose_ops(
         device,
         dtype,
@@ -88,6 +97,7 @@ def build_engine(
     host_pool = _lay_out_host_pool(pool, kv_cache)
     runner = ModelRunner(model, kv_cache, tuple(folder.eos_token_ids), host_pool)
     runner.warm_up()
+    end_phase("engine")
     return EngineParts(
         runner=runner,
         kv_cache=kv_cache,

@@ -10,13 +10,17 @@ from engine.weights.folder import ModelFolder
 from engine.weights.load import load_weights
 from engine.weights.progress import Progress, SilentProgress, console_progress
 from engine.weights.resolve import resolve_model
+from engine.weights.survey import ModelState, ModelSurvey, survey_model
 
 __all__ = [
     "ModelFolder",
+    "ModelState",
+    "ModelSurvey",
     "Progress",
     "SilentProgress",
     "console_progress",
     "demo_model_path",
     "load_weights",
     "resolve_model",
+    "survey_model",
 ]
