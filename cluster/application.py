@@ -9,23 +9,33 @@ from typing import Any
 
 from ray import serve
 from ray.serve.config import ProxyLocation
-from ray.serve.schema import DeploymentStatusOverview
+from ray.serve.schema import ApplicationStatus, DeploymentStatusOverview
 
+from cluster.autoscaling import autoscaling_of
 from cluster.config import ClusterConfig, load_config
 from cluster.deployment_version import version_of
 from cluster.environment import read_environment
 from cluster.faults import check_faults
+from cluster.own_version import keep_version
 from cluster.serve_failures import explain_failure
-from cluster.serve_replica import build_decode_worker, build_prefill_worker, build_router
+from cluster.serve_replica import (
+    application_is_deleted,
+    build_decode_worker,
+    build_prefill_worker,
+    build_router,
+)
 from cluster.worker_replica import WorkerReplica
 from protocol.errors import StartupError
 from router.deployment import RouterReplica
-from router.http_server import Listen
+from router.http_limits import ClientLimits
+from router.listener import Listen
 
 APPLICATION = "splitserve"
 ROUTER, PREFILL, DECODE = "router", "prefill", "decode"
 STOP_S = 5.0
 """How long a replica may take to end once nothing runs on it."""
+ROUTER_STOP_S = 10.0
+"""The same of a router, whose clients may still have to be told of their requests' end."""
 
 _WATCH = {
     "health_check_period_s": 1.0,
@@ -58,6 +68,9 @@ def build_application(
     return router.bind(
         partial(builders.router, config, token),
         listen,
+        ClientLimits(config.http.head_timeout_s, config.http.read_timeout_s),
+        limit_s,
+        application_is_deleted,
         prefill.bind(partial(builders.prefill, config, token), config.prefill.host, limit_s),
         decode.bind(partial(builders.decode, config, token), config.decode.host, limit_s),
     )
@@ -71,7 +84,7 @@ def _deployment(
     Without one Serve replaces all of them each time, routers included, whatever has changed.
     """
     deployment: serve.Deployment = serve.deployment(**options)(replica)
-    vars(deployment)["_version"] = version_of(options["name"], config, token)
+    keep_version(deployment, version_of(options["name"], config, token))
     return deployment
 
 
@@ -112,7 +125,18 @@ def delete(*, with_serve: bool) -> None:
 
     serve.delete(APPLICATION)
     remove_directory()
-    if with_serve and not serve.status().applications:
+    if with_serve:
+        end_empty_serve()
+
+
+def begin_to_delete() -> None:
+    """Take the application down and return at once; `deployments` tells what is still there."""
+    serve.delete(APPLICATION, _blocking=False)
+
+
+def end_empty_serve() -> None:
+    """End Serve's own processes unless other applications run there."""
+    if not serve.status().applications:
         serve.shutdown()  # type: ignore[no-untyped-call]
 
 
@@ -123,6 +147,12 @@ def deployments() -> Deployments:
     """What Serve says about our deployments, by name; empty before they are known."""
     application = serve.status().applications.get(APPLICATION)
     return dict(application.deployments) if application else {}
+
+
+def is_settled() -> bool:
+    """Whether everything that Serve was told last is done: what was replaced is gone, the new runs."""
+    application = serve.status().applications.get(APPLICATION)
+    return application is not None and application.status is ApplicationStatus.RUNNING
 
 
 def running(seen: Deployments) -> set[str]:
@@ -155,15 +185,20 @@ def _router_options(config: ClusterConfig) -> dict[str, Any]:
         "num_replicas": 1,
         # The router's own admission says 429; Serve's limit must never be the one that is hit.
         "max_ongoing_requests": 4 * config.router.max_num_inflight,
-        "ray_actor_options": {"num_cpus": 0},
+        "graceful_shutdown_timeout_s": config.drain_limit_s + ROUTER_STOP_S,
+        # It costs little, and without it nobody would accept between the old one and the new one.
+        "max_surge_percent": 100,
+        "ray_actor_options": {"num_cpus": 0, "resources": dict(config.router.resources)},
     }
 
 
 def _pool_options(name: str, config: ClusterConfig) -> dict[str, Any]:
     pool = config.prefill if name == PREFILL else config.decode
+    autoscaling = autoscaling_of(name, pool)
+    number = {"autoscaling_config": autoscaling} if autoscaling else {"num_replicas": pool.num_workers}
     return _WATCH | {
         "name": name,
-        "num_replicas": pool.num_workers,
+        **number,
         "max_ongoing_requests": 1,  # no request passes through Serve
         "graceful_shutdown_timeout_s": config.drain_limit_s + STOP_S,
         "max_surge_percent": pool.max_surge_percent,

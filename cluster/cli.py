@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from protocol.errors import SplitserveError, StartupError
-
-if TYPE_CHECKING:
-    from cluster.config import ClusterConfig
-
+from cluster.cli_deploy import deploy, undeploy
+from cluster.cli_doctor import doctor
+from cluster.cli_download import download
+from cluster.cli_options import Config, Set, read_config
+from cluster.cli_render import render
+from protocol.errors import SplitserveError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,11 +23,6 @@ app = typer.Typer(
     help="LLM serving with prefill and decode on different workers.",
 )
 
-Config = Annotated[Path | None, typer.Option("--config", help="YAML file; flags override it.")]
-Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Any value of the file, such as decode.num_workers=2."),
-]
 Host = Annotated[str | None, typer.Option(help="Address to listen on (default: 127.0.0.1).")]
 Port = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one (default: 8000).")]
 
@@ -213,30 +208,11 @@ def verify(
         raise typer.Exit(1)
 
 
-def read_config(
-    path: Path | None, flags: Mapping[str, object], settings: list[str] | None
-) -> ClusterConfig:
-    """The configuration: file, then flags, then `--set`; flags that were not given change nothing.
-
-    Raises `StartupError`.
-    """
-    from cluster.config import load_config
-
-    given = {key: value for key, value in flags.items() if value is not None}
-    return load_config(path, given | dict(map(parse_setting, settings or ())))
-
-
-def parse_setting(text: str) -> tuple[str, object]:
-    """('a.b', value) of 'a.b=value'; the value is YAML, so that 2, true and null are what they look."""
-    import yaml
-
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise StartupError(f"--set {text!r} must look like key=value, such as decode.num_workers=2")
-    try:
-        return key, yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise StartupError(f"--set {key}: {value!r} is not valid YAML") from error
+app.command()(render)
+app.command()(download)
+app.command()(doctor)
+app.command()(deploy)
+app.command()(undeploy)
 
 
 def main() -> None:

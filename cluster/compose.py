@@ -12,13 +12,21 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.config import DEMO_MODEL, ClusterConfig
+from cluster.config import DEMO_MODEL, ClusterConfig, PoolConfig
 from cluster.faults import dial_of, with_read_faults
 from cluster.model_length import max_model_len
 from engine.model.config import ModelConfig
-from engine.weights import ModelFolder, Progress, demo_model_path, resolve_model
+from engine.weights import (
+    ModelFolder,
+    ModelSurvey,
+    Progress,
+    demo_model_path,
+    resolve_model,
+    survey_model,
+)
 from kv_transfer import (
     LayoutReader,
     LoopbackNetwork,
@@ -31,7 +39,7 @@ from kv_transfer import (
 from protocol.errors import StartupError
 from protocol.ids import BlockId, WorkerId, WorkerIdentity
 from protocol.ports import Directory, KvTransport
-from rpc import Dial, WorkerProfile
+from rpc import Dial, StartupClock, WorkerProfile
 
 if TYPE_CHECKING:
     from cluster.engine_parts import EngineParts
@@ -42,8 +50,20 @@ if TYPE_CHECKING:
 
 def open_model(config: ClusterConfig, progress: Progress | None = None) -> ModelFolder:
     """Find the model, converting a GGUF on its first use. Raises `StartupError`."""
-    spec = str(demo_model_path()) if config.model == DEMO_MODEL else config.model
-    return resolve_model(spec, cache_dir=config.cache_dir.expanduser() / "models", progress=progress)
+    return resolve_model(_model_spec(config), cache_dir=_model_cache(config), progress=progress)
+
+
+def survey_configured_model(config: ClusterConfig) -> ModelSurvey:
+    """What `open_model` would find, without converting or downloading it. Raises `StartupError`."""
+    return survey_model(_model_spec(config), cache_dir=_model_cache(config))
+
+
+def _model_spec(config: ClusterConfig) -> str:
+    return str(demo_model_path()) if config.model == DEMO_MODEL else config.model
+
+
+def _model_cache(config: ClusterConfig) -> Path:
+    return config.cache_dir.expanduser() / "models"
 
 
 def build_prefill_worker(
@@ -58,14 +78,13 @@ def build_prefill_worker(
 
     Raises `StartupError`.
     """
-    from cluster.engine_parts import build_engine
     from prefill_worker import PrefillWorker, PrefillWorkerConfig
 
-    identity = _new_identity(replica_name)
-    parts = build_engine(config, config.prefill, open_model(config))
+    identity, startup = _new_identity(replica_name), StartupClock()
+    parts = _load_engine(config, config.prefill, startup)
     checksum = _checksum(config, parts)
     return PrefillWorker(
-        profile=_profile(identity, parts, token),
+        profile=_profile(identity, parts, token, startup),
         make_engine=partial(parts.make_thread, "prefill-engine"),
         transport=_transport(config, identity, network, parts.pool_memory),
         directory=directory,
@@ -86,13 +105,12 @@ def build_decode_worker(
 
     Raises `StartupError`.
     """
-    from cluster.engine_parts import build_engine
     from decode_worker import DecodeWorker, DecodeWorkerConfig, OnKvFailure
 
-    identity = _new_identity(replica_name)
-    parts = build_engine(config, config.decode, open_model(config))
+    identity, startup = _new_identity(replica_name), StartupClock()
+    parts = _load_engine(config, config.decode, startup)
     return DecodeWorker(
-        profile=_profile(identity, parts, token),
+        profile=_profile(identity, parts, token, startup),
         make_engine=partial(parts.make_thread, "decode-engine"),
         reader=LayoutReader(
             parts.pool_memory,
@@ -146,13 +164,26 @@ def build_router(
     )
 
 
-def _profile(identity: WorkerIdentity, parts: EngineParts, token: str) -> WorkerProfile:
+def _load_engine(config: ClusterConfig, pool: PoolConfig, startup: StartupClock) -> EngineParts:
+    """The engine of a worker whose process does nothing else. Raises `StartupError`."""
+    from cluster.engine_parts import build_engine
+
+    startup.end("imports")
+    folder = open_model(config)
+    startup.end("model")
+    return build_engine(config, pool, folder, end_phase=startup.end)
+
+
+def _profile(
+    identity: WorkerIdentity, parts: EngineParts, token: str, startup: StartupClock
+) -> WorkerProfile:
     return WorkerProfile(
         identity=identity,
         fingerprint=parts.fingerprint,
         max_model_len=parts.scheduler.max_model_len,
         cluster_token=token,
         ops=parts.runner.ops_name,
+        startup=startup,
     )
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ByteSize, Field, ValidationError, model_validator
 
 from cluster.config_errors import explain
+from cluster.config_section import Section
+from cluster.deploy_config import DeployConfig
 from protocol.errors import StartupError
 from protocol.ids import Role
 
@@ -31,25 +33,7 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 """0 takes a free one."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _empty_sections_are_defaults(cls, value: Any) -> Any:
-        """`decode:` with all its keys commented out is null in YAML."""
-        if not isinstance(value, Mapping):
-            return value
-        sections = {name for name, field in cls.model_fields.items() if is_section(field.annotation)}
-        return {key: inner for key, inner in value.items() if inner is not None or key not in sections}
-
-
-def is_section(annotation: object) -> bool:
-    """Whether a key of this type holds keys."""
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
-class HttpConfig(_Section):
+class HttpConfig(Section):
     """Where clients connect."""
 
     host: str = "127.0.0.1"
@@ -60,11 +44,15 @@ class HttpConfig(_Section):
     """File whose first line clients must send as `Authorization: Bearer`; null: no key asked for."""
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
     """Longest body of a request; a longer one is answered with 413."""
+    head_timeout_s: float = Field(default=10.0, gt=0)
+    """How long a client may take to send the head of a request. The router's own server only."""
+    read_timeout_s: float = Field(default=30.0, gt=0)
+    """A client that leaves a full buffer unread for so long is cut off, its request aborted. As above."""
     through: Literal["router", "proxy"] = "router"
     """router: clients talk to the router's own server; proxy: to Ray Serve's proxy on any node."""
 
 
-class RouterConfig(_Section):
+class RouterConfig(Section):
     """Admission and the life of a request."""
 
     max_num_inflight: int = Field(default=512, ge=1)
@@ -88,13 +76,39 @@ class RouterConfig(_Section):
     """How long there must have been no prefill worker before decode workers do without."""
     max_num_choices: int | None = Field(default=None, ge=1)
     """Largest `n` of a request; null: 16, or the smaller of both pools' `max_num_seqs` if that is less."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Custom Ray resources that place the router. `splitserve deploy` puts it on the head node if empty."""
 
 
-class PoolConfig(_Section):
+class AutoscalingConfig(Section):
+    """Lets a pool follow its load. Without `max_workers` it has `num_workers`, always."""
+
+    min_workers: int = Field(default=1, ge=1)
+    """Never fewer; the pool begins with so many."""
+    max_workers: int | None = Field(default=None, ge=1)
+    """Never more; null: no autoscaling."""
+    target_wait_s: float = Field(default=2.0, gt=0)
+    """Prefill: more workers once a new prompt would wait longer for those before it."""
+    target_use: float = Field(default=0.8, gt=0, le=1)
+    """More workers once a larger share is in use: of their time (prefill), of their KV blocks (decode)."""
+    upscale_delay_s: float = Field(default=5.0, ge=0)
+    """After so long of too much load, workers are added."""
+    downscale_delay_s: float = Field(default=300.0, ge=0)
+    """After so long in which fewer would have done, one in four is drained, one at least."""
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> AutoscalingConfig:
+        if self.max_workers is not None and self.max_workers < self.min_workers:
+            raise ValueError(f"max_workers is {self.max_workers}, but min_workers is {self.min_workers}")
+        return self
+
+
+class PoolConfig(Section):
     """One pool of workers: all prefill workers, or all decode workers."""
 
     num_workers: int = Field(default=1, ge=1)
     """Worker processes, each with a model and KV blocks of its own."""
+    autoscaling: AutoscalingConfig = Field(default_factory=AutoscalingConfig)
     dtype: Dtype | None = None
     """Instead of the cluster's `dtype`. Where the pools differ, KV is converted on its way."""
     block_size: BlockSize | None = None
@@ -152,7 +166,7 @@ class DecodePoolConfig(PoolConfig):
     was lost, and all while no prefill worker lives. Bounds what they cost the others between two tokens."""
 
 
-class KvTransferConfig(_Section):
+class KvTransferConfig(Section):
     """How KV blocks move from prefill to decode workers."""
 
     transport: Literal["nixl", "loopback"] = "nixl"
@@ -167,7 +181,7 @@ class KvTransferConfig(_Section):
     """Compare a checksum of every block that was read with its owner's. For pools in host memory."""
 
 
-class FaultsConfig(_Section):
+class FaultsConfig(Section):
     """What goes wrong on purpose, for tests. Refused unless SPLITSERVE_ALLOW_FAULTS=1 is set."""
 
     seed: int = 0
@@ -185,7 +199,7 @@ class FaultsConfig(_Section):
         return not self.reads and not self.calls
 
 
-class RayConfig(_Section):
+class RayConfig(Section):
     """Which Ray cluster to run on."""
 
     address: str | None = None
@@ -194,7 +208,7 @@ class RayConfig(_Section):
     """Shared memory for the object store of a local cluster; nothing of a request passes through it."""
 
 
-class ClusterConfig(_Section):
+class ClusterConfig(Section):
     """Everything."""
 
     model: str = DEMO_MODEL
@@ -222,6 +236,7 @@ class ClusterConfig(_Section):
     kv_transfer: KvTransferConfig = Field(default_factory=KvTransferConfig)
     faults: FaultsConfig = Field(default_factory=FaultsConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
+    deploy: DeployConfig = Field(default_factory=DeployConfig)
 
     @model_validator(mode="after")
     def _choices_fit_a_batch(self) -> ClusterConfig:

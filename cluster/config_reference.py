@@ -1,6 +1,6 @@
 """Which keys does the configuration have, and what do they mean? Told as YAML and as a page of docs/.
 
-The meanings are the docstrings below the fields of `cluster/config.py`, read from its source.
+The meanings are the docstrings below the fields of the sections, read from their source.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ByteSize
 
-from cluster import config as module
-from cluster.config import ClusterConfig, is_section
+from cluster.config import ClusterConfig
+from cluster.config_section import Section, is_section
 
 COMMENT_WIDTH = 96
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -55,11 +55,7 @@ def keys_of(section: BaseModel) -> list[Key]:
 
 def as_yaml(config: ClusterConfig) -> str:
     """A file that says what `config` says, with every key and its meaning."""
-    lines = list(_yaml_lines(config, indent=""))
-    for name, section in _sections(config):
-        head = inspect.getdoc(type(section)) or ""
-        lines += ["", *_comment(head, ""), f"{name}:", *_yaml_lines(section, indent="  ")]
-    return "\n".join(lines) + "\n"
+    return "\n".join(_yaml_lines(config, indent="")) + "\n"
 
 
 def as_markdown() -> str:
@@ -67,18 +63,25 @@ def as_markdown() -> str:
     config = ClusterConfig()
     parts = [PAGE_HEAD, "## At the top\n", _table(keys_of(config))]
     told: list[tuple[str, BaseModel]] = []
-    for name, section in _sections(config):
+    for name, section in _all_sections(config):
         twin = next((other for other, known in told if known == section), None)
-        text = f"As `{twin}`.\n" if twin else _table(keys_of(section))
-        parts += [f"## `{name}`\n", (inspect.getdoc(type(section)) or "") + "\n", text]
+        text = [f"As `{twin}`.\n"] if twin else [_table(keys)] if (keys := keys_of(section)) else []
+        parts += [f"## `{name}`\n", (inspect.getdoc(type(section)) or "") + "\n", *text]
         told.append((name, section))
     return "\n".join(parts)
 
 
-def _sections(config: ClusterConfig) -> Iterator[tuple[str, BaseModel]]:
-    for name in type(config).model_fields:
-        if isinstance(section := getattr(config, name), BaseModel):
+def _sections(outer: BaseModel) -> Iterator[tuple[str, BaseModel]]:
+    for name in type(outer).model_fields:
+        if isinstance(section := getattr(outer, name), BaseModel):
             yield name, section
+
+
+def _all_sections(outer: BaseModel, prefix: str = "") -> Iterator[tuple[str, BaseModel]]:
+    """Sections by their full names, each before those inside of it."""
+    for name, section in _sections(outer):
+        yield prefix + name, section
+        yield from _all_sections(section, f"{prefix}{name}.")
 
 
 def _table(keys: Sequence[Key]) -> str:
@@ -93,6 +96,9 @@ def _yaml_lines(section: BaseModel, indent: str) -> Iterator[str]:
     for key in keys_of(section):
         yield from _comment(f"{key.meaning} ({key.type.replace('`', '')})", indent)
         yield f"{indent}{key.name}: {_yaml_value(key.default)}"
+    for name, inner in _sections(section):
+        yield from ["", *_comment(inspect.getdoc(type(inner)) or "", indent), f"{indent}{name}:"]
+        yield from _yaml_lines(inner, indent + "  ")
 
 
 def _comment(text: str, indent: str) -> list[str]:
@@ -114,7 +120,7 @@ def _meanings(kind: type[BaseModel]) -> dict[str, str]:
     """The docstrings below the fields of a class and of those that it extends."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
-        if base.__module__ == module.__name__:
+        if issubclass(base, Section) and base is not Section:
             found |= _docstrings(base)
     return found
 
@@ -162,9 +168,11 @@ def _branches(annotation: Any) -> list[str]:
     """Names of the types of a union; the values of a `Literal`."""
     if annotation in _NAMES:
         return [_NAMES[annotation]]
-    arguments = getattr(annotation, "__args__", ())
+    arguments: tuple[Any, ...] = getattr(annotation, "__args__", ())
     if getattr(annotation, "__origin__", None) is dict:
-        return ["mapping of names to numbers"]
+        return [f"mapping of names to {'texts' if arguments[1] is str else 'numbers'}"]
+    if getattr(annotation, "__origin__", None) is list:
+        return ["list of texts"]
     if all(isinstance(argument, str | int) and not isinstance(argument, type) for argument in arguments):
         return [f"`{argument}`" for argument in arguments]
     return [name for argument in arguments for name in _branches(argument)]

@@ -8,7 +8,7 @@ from importlib import metadata
 
 from cluster.config import ClusterConfig
 
-_OF_NO_REPLICA = {"start_timeout_s", "drain_limit_s", "ray"}
+_OF_NO_REPLICA = {"start_timeout_s", "drain_limit_s", "ray", "deploy"}
 _READ_BY = {
     "router": {"http", "router"},
     "prefill": {"prefill", "kv_transfer"},
@@ -18,11 +18,14 @@ _READ_BY = {
 
 
 def version_of(deployment: str, config: ClusterConfig, token: str) -> str:
-    """Equal when replicas that run need not be replaced. The number of workers is no part of it."""
+    """Equal when replicas that run need not be replaced. How many workers there are is no part of it."""
     sections = set().union(*_READ_BY.values())
     unread = (sections - _READ_BY[deployment]) | _OF_NO_REPLICA
     read = config.model_dump(mode="json", exclude=unread)
     for pool in ("prefill", "decode"):
-        read.get(pool, {}).pop("num_workers", None)
+        if pool in read:
+            read[pool].pop("num_workers")
+            # Replicas that Serve started without autoscaling would never tell it their signals.
+            read[pool]["autoscaling"] = read[pool]["autoscaling"]["max_workers"] is not None
     text = json.dumps([metadata.version("splitserve"), token, read], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.config import ClusterConfig, PoolConfig
@@ -66,9 +67,16 @@ class EngineParts:
 
 
 def build_engine(
-    config: ClusterConfig, pool: PoolConfig, folder: ModelFolder, progress: Progress | None = None
+    config: ClusterConfig,
+    pool: PoolConfig,
+    folder: ModelFolder,
+    progress: Progress | None = None,
+    end_phase: Callable[[str], None] = lambda phase: None,
 ) -> EngineParts:
-    """Load the model and lay out its KV cache. Takes seconds. Raises `StartupError`."""
+    """Load the model and lay out its KV cache. Takes seconds. Raises `StartupError`.
+
+    `end_phase` hears when kernels and weights are loaded, and when the rest is done.
+    """
     num_threads = threads_per_engine(config, pool)
     limit_threads(num_threads)
     model_config = ModelConfig.from_hf(folder.config)
@@ -91,11 +99,13 @@ def build_engine(
         cache_dir=config.cache_dir.expanduser() / "packed",
         progress=progress,
     )
+    end_phase("weights")
     model = DecoderModel(model_config, weights, ops, device=device, dtype=dtype, max_model_len=length)
     kv_cache = _lay_out_cache(config, pool, model)
     host_pool = _lay_out_host_pool(pool, kv_cache)
     runner = ModelRunner(model, kv_cache, tuple(folder.eos_token_ids), host_pool)
     runner.warm_up()
+    end_phase("engine")
     return EngineParts(
         runner=runner,
         kv_cache=kv_cache,

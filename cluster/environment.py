@@ -35,6 +35,16 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     )
 
 
+UCX_PREFIX = "UCX_"
+LOCAL_UCX = {"UCX_NET_DEVICES": "lo"}
+"""NIXL's UCX would listen on all of the machine's networks; peers of the same machine need none."""
+
+
+def ucx_variables(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What UCX is told in this process."""
+    return {name: value for name, value in variables.items() if name.startswith(UCX_PREFIX)}
+
+
 def local_ray_variables(ray_token: str) -> dict[str, str]:
     """What Ray and UCX must find when a local cluster starts, in the process that starts it and below.
 
@@ -54,9 +64,19 @@ def local_ray_variables(ray_token: str) -> dict[str, str]:
         "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
         # Ray starts its workers 15 nice levels down: next to anything else they would starve.
         "RAY_worker_niceness": "0",
-        # NIXL's UCX would listen on all of the machine's networks; peers of the same machine need none.
-        "UCX_NET_DEVICES": "lo",
+        **LOCAL_UCX,
     }
+
+
+def use_ray_token(home: Path | None = None) -> None:
+    """Show Ray the user's token where there is one, as the commands of `ray` do on a head node.
+
+    Ray shows it to a cluster that it finds by itself, but not to one whose address it is told. Must be
+    called before `ray` is imported.
+    """
+    kept = (home or Path.home()) / ".ray" / "auth_token"
+    if "RAY_AUTH_TOKEN" in os.environ or kept.exists():
+        export({"RAY_AUTH_MODE": "token"})
 
 
 def export(variables: Mapping[str, str]) -> None:

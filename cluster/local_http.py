@@ -17,13 +17,16 @@ if TYPE_CHECKING:
 async def serve_http(config: ClusterConfig, router: Router) -> AsyncIterator[str]:
     """Serve as configured; gives the base URL. The router is stopped at the end. Raises `StartupError`."""
     from router.app import build_app
-    from router.http_server import HttpServer, Listen, bind
+    from router.http_limits import ClientLimits
+    from router.http_server import HttpServer
+    from router.listener import Listen, bind
 
     # Routers share their port, so that the bind alone would not notice a stranger's router on it.
     http = with_free_port(config).http
     listener = bind(Listen(http.host, http.port))
     host, port = listener.getsockname()[:2]
-    server = HttpServer(build_app(router), listener)
+    limits = ClientLimits(http.head_timeout_s, http.read_timeout_s)
+    server = HttpServer(build_app(router), listener, limits=limits)
     try:
         yield f"http://{host}:{port}"
     finally:

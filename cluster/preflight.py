@@ -42,9 +42,13 @@ def warnings_of(config: ClusterConfig) -> list[str]:
 def check_before_start(config: ClusterConfig, folder: ModelFolder) -> None:
     """Raise the `StartupError` that a replica would raise half a minute later."""
     read_api_key(config)
-    model = ModelConfig.from_hf(folder.config)
-    length = max_model_len(config, model)
+    check_sizes(config, ModelConfig.from_hf(folder.config))
     _ = folder.tokenizer_path
+
+
+def check_sizes(config: ClusterConfig, model: ModelConfig) -> None:
+    """Raise `StartupError` unless each pool's KV memory holds the longest sequence that is to be served."""
+    length = max_model_len(config, model)
     for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
         _check_holds_longest(name, config, pool, model, length)
 
@@ -65,7 +69,7 @@ def _check_holds_longest(
     if pool.kv_cache_share is not None:
         return  # what is free is known when the model is loaded
     elements = math.prod((model.num_layers, 2, model.num_kv_heads, block_size, model.head_dim))
-    least_bytes = num_blocks * elements * _least_element_bytes(config, pool)
+    least_bytes = num_blocks * elements * least_element_bytes(config, pool)
     if pool.kv_cache_memory < least_bytes:
         raise StartupError(
             f"{name}.kv_cache_memory is {pool.kv_cache_memory:,} bytes, but a sequence of max_model_len"
@@ -74,7 +78,7 @@ def _check_holds_longest(
         )
 
 
-def _least_element_bytes(config: ClusterConfig, pool: PoolConfig) -> int:
+def least_element_bytes(config: ClusterConfig, pool: PoolConfig) -> int:
     """Bytes of a number, or of the narrowest one where the worker itself decides."""
     dtype = config.dtype_of(pool)
     if dtype != "auto":

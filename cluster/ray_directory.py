@@ -55,6 +55,15 @@ def create_directory(namespace: str = NAMESPACE) -> Any:  # Ray types an actor's
     return actor.remote()
 
 
+def has_directory(namespace: str = NAMESPACE) -> bool:
+    """Whether there is one; makes none. Blocks for one round trip."""
+    try:
+        ray.get_actor(_NAME, namespace=namespace)
+    except ValueError:
+        return False
+    return True
+
+
 def remove_directory(namespace: str = NAMESPACE) -> None:
     """End the directory actor. Idempotent."""
     try:

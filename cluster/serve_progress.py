@@ -42,7 +42,7 @@ class Report:
         self.out.flush()
 
 
-def what_to_try(config: ClusterConfig) -> list[str]:
+def what_to_try(config: ClusterConfig, how_it_ends: str = "Ctrl-C stops everything") -> list[str]:
     """What is said at the end of a start."""
     url, model = f"{public_url(config)}/v1", config.model_name
     needs_key = config.http.api_key_file is not None
@@ -65,7 +65,7 @@ def what_to_try(config: ClusterConfig) -> list[str]:
         '        messages=[{"role": "user", "content": "Tell me a joke."}]):',
         '    print(chunk.choices[0].delta.content or "", end="", flush=True)',
         "",
-        f"{_own_command()} status{_port_flag(config)}    Ctrl-C stops everything",
+        f"{_own_command()} status{_port_flag(config)}    {how_it_ends}",
     ]
 
 

@@ -55,6 +55,19 @@ def build_router(config: ClusterConfig, token: str) -> Router:
         return compose.build_router(config, token=token, directory=RayDirectory())
 
 
+def application_is_deleted() -> bool:
+    """Whether the application of this replica is to end, and not this replica alone. Blocks."""
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        application = serve.status().applications.get(serve.get_replica_context().app_name)
+    except (RayError, RayServeException):
+        return False  # the controller is being replaced: nobody deletes anything now
+    return application is None or application.status.value == "DELETING"
+
+
 @contextmanager
 def collecting_no_garbage() -> Iterator[None]:
     """Imports and loading make a hundred thousand objects that live as long as the process.

@@ -10,21 +10,17 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-import time
-from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from cluster.attachment import list_workers
 from cluster.background import Background
 from cluster.config import ClusterConfig
-from cluster.environment import export, forget, local_ray_variables, read_environment
-from cluster.serve_port import http_answers
-from cluster.serve_progress import Report, public_url, what_to_try
+from cluster.environment import export, forget, local_ray_variables, read_environment, use_ray_token
+from cluster.readiness import engines_in_words, wait_until_ready
+from cluster.serve_progress import Report, what_to_try
 from cluster.serve_state import state_file, write_start, write_state
 from protocol.errors import StartupError, WorkerUnavailable
-from protocol.membership import WorkerRecord
 
 if TYPE_CHECKING:
     from cluster.application import Builders
@@ -33,12 +29,6 @@ if TYPE_CHECKING:
 FAREWELL_S = 8.0
 """How long the replicas may take to end by themselves."""
 MODEL_WAIT_S = 3.0
-POLL_S = 0.2
-STATUS_PERIOD_S = 1.0
-"""A look at Serve costs its controller 20 ms of CPU, which the replicas need just then."""
-
-
-DEPLOYMENTS = frozenset({"router", "prefill", "decode"})
 
 
 class StopRequested(Exception):
@@ -103,8 +93,10 @@ class ClusterRun:
             cluster.stop()
 
     def _start_ray(self) -> RayCluster:
-        model = Background("model", partial(_prepare_model, self._config))
-        if self.is_local:
+        model = Background("model", partial(prepare_model, self._config))
+        if not self.is_local:
+            use_ray_token()
+        else:
             export(local_ray_variables(secrets.token_hex(32)))
         forget(("SPLITSERVE_CLUSTER_TOKEN",))  # replicas get it with the application, not from here
         from cluster import launcher
@@ -136,32 +128,12 @@ class ClusterRun:
         self._report.step("the application is deployed")
 
     def _wait_until_ready(self) -> None:
-        started_at = looked_at = time.monotonic()
-        told: set[str] = set()
-        while not http_answers(public_url(self._config), "/ready"):
-            self._check_stop()
-            if time.monotonic() > looked_at + STATUS_PERIOD_S:
-                told |= self._look(told)
-                looked_at = time.monotonic()
-            if time.monotonic() > started_at + self._config.start_timeout_s:
-                raise StartupError(self._too_slow(told))
-            self._stop.wait(POLL_S)
-        for name in sorted(DEPLOYMENTS - told):  # Serve's word comes late; the hand-off proves it
-            self._report.step(f"{name} runs")
+        wait_until_ready(self._config, self._report, self._nap)
         self.was_ready = True
-        self._report.step("ready: a hand-off from prefill to decode succeeded")
 
-    def _look(self, told: set[str]) -> set[str]:
-        """Tell which deployments run now. Raises `StartupError` when one never will."""
-        from cluster.application import deployments, explain_failures, running
-
-        seen = deployments()
-        if problem := explain_failures(seen):
-            raise StartupError(problem)
-        news = running(seen) - told
-        for name in sorted(news):
-            self._report.step(f"{name} runs")
-        return news
+    def _nap(self, seconds: float) -> None:
+        self._stop.wait(seconds)
+        self._check_stop()
 
     def _serve(self, cluster: RayCluster, token: str) -> None:
         ray_token = read_environment().ray_token or ""
@@ -188,28 +160,8 @@ class ClusterRun:
         if self._stop.is_set():
             raise StopRequested
 
-    def _too_slow(self, running: set[str]) -> str:
-        missing = sorted(DEPLOYMENTS - running)
-        why = f"{', '.join(missing)} did not start" if missing else "no hand-off has succeeded"
-        return (
-            f"not ready after {self._config.start_timeout_s:.0f} s: {why}; raise start_timeout_s if the "
-            "model needs longer to load, else see /tmp/ray/session_latest/logs/serve"
-        )
 
-
-def engines_in_words(workers: Sequence[WorkerRecord]) -> list[str]:
-    """`prefill: 2 x float32 by C++ avx2, 728 KV blocks of 16 tokens`, say; a line per kind of engine."""
-    kinds = Counter(
-        (w.role.value, w.fingerprint.dtype, w.ops, w.load.blocks_total, w.fingerprint.block_size)
-        for w in workers
-    )
-    return [
-        f"{role}: {number} x {dtype} by {ops}, {blocks:,} KV blocks of {size} tokens"
-        for (role, dtype, ops, blocks, size), number in sorted(kinds.items(), reverse=True)
-    ]
-
-
-def _prepare_model(config: ClusterConfig) -> str:
+def prepare_model(config: ClusterConfig) -> str:
     """Find, download or convert the model, so that all replicas find it done; check what can be checked."""
     from cluster.compose import open_model
     from cluster.preflight import check_before_start

@@ -7,10 +7,13 @@ own gRPC server, whose address they learn from the directory.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Protocol
 
 import ray
 from ray import serve
+
+from protocol.signals import StageSignals
 
 
 class Worker(Protocol):
@@ -24,6 +27,9 @@ class Worker(Protocol):
 
     def check_health(self) -> None:
         """Raise when the worker must be replaced."""
+
+    def signals(self) -> StageSignals:
+        """How hard it is pressed."""
 
 
 class WorkerReplica:
@@ -39,6 +45,10 @@ class WorkerReplica:
     def check_health(self) -> None:
         """Called by Serve every period; three failures in a row and the replica is replaced."""
         self._worker.check_health()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve every second where the pool follows its load: see `cluster.scaling`."""
+        return asdict(self._worker.signals())
 
     async def __del__(self) -> None:
         """Serve's farewell before a graceful end: a rolling update, a scale-down, or the end of all.

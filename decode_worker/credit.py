@@ -28,6 +28,8 @@ class CreditBook:
         self._largest = largest
         self._promised: dict[SequenceId, int] = {}
         """Blocks by sequence; 0 once they are allocated."""
+        self._demands: dict[int, int] = {}
+        """Blocks by session."""
         self.num_sessions = 0
 
     @property
@@ -38,6 +40,18 @@ class CreditBook:
     @property
     def num_promised_blocks(self) -> int:
         return sum(self._promised.values())
+
+    @property
+    def num_demanded_blocks(self) -> int:
+        """What waits for blocks of this worker, here and at its routers."""
+        return self.num_promised_blocks + sum(self._demands.values())
+
+    def demand(self, session: int, num_blocks: int) -> None:
+        """A router has requests waiting for so many blocks of this worker; 0: none."""
+        if num_blocks:
+            self._demands[session] = num_blocks
+        else:
+            self._demands.pop(session, None)
 
     def accept(self, seq_id: SequenceId, num_blocks: int) -> None:
         """A request is taken that will need so many blocks."""

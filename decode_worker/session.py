@@ -109,12 +109,15 @@ class DecodeSession:
             self._drop(RequestId(command.abort_request_id), error)
         elif kind == "abort_choice":
             self._drop_choice(RequestId(command.abort_choice.request_id), command.abort_choice.index)
+        elif kind == "demanded_blocks":
+            self._tools.credit.demand(id(self), command.demanded_blocks)
 
     def end(self) -> None:
         """Drop all requests: nobody hears of them. Their tickets may be offered elsewhere. Idempotent."""
         if self._is_open:
             self._is_open = False
             self._tools.credit.num_sessions -= 1
+            self._tools.credit.demand(id(self), 0)
         for request_id in list(self._generations):
             self._drop(request_id, WorkerUnavailable("the router's session ended"))
 

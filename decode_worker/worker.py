@@ -23,6 +23,7 @@ from protocol.errors import EngineFault, SplitserveError, WorkerUnavailable
 from protocol.ids import Role
 from protocol.membership import WorkerRecord
 from protocol.ports import Clock, Directory, KvReader
+from protocol.signals import StageSignals
 from protocol.wire.splitserve_pb2_grpc import add_DecodeWorkerServicer_to_server
 from rpc import Dial, Engine, TaskSet, WorkerProfile, WorkerShell, open_channel, wait_until
 
@@ -59,7 +60,14 @@ class DecodeWorker:
         """
         self._dial = dial
         self._shell: WorkerShell[Command, Event] = WorkerShell(
-            profile, Role.DECODE, make_engine, directory, InvalidateCache, drain_role=self.drain
+            profile,
+            Role.DECODE,
+            make_engine,
+            directory,
+            InvalidateCache,
+            drain_role=self.drain,
+            num_demanded_blocks=lambda: self._tools.credit.num_demanded_blocks,
+            clock=clock,
         )
         self._directory = directory
         self._config = config
@@ -145,6 +153,10 @@ class DecodeWorker:
 
     def record(self) -> WorkerRecord:
         return self._shell.record()
+
+    def signals(self) -> StageSignals:
+        """How hard this worker is pressed."""
+        return self._shell.signals()
 
     @property
     def num_peers(self) -> int:

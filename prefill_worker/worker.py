@@ -18,6 +18,7 @@ from protocol.errors import EngineFault, SplitserveError, WorkerUnavailable
 from protocol.ids import Role
 from protocol.membership import WorkerRecord
 from protocol.ports import Clock, Directory, KvTransport
+from protocol.signals import StageSignals
 from protocol.wire.splitserve_pb2_grpc import add_PrefillWorkerServicer_to_server
 from rpc import Engine, WorkerProfile, WorkerShell, wait_until
 
@@ -53,6 +54,7 @@ class PrefillWorker:
             InvalidateCache,
             drain_role=self.drain,
             on_invalidated=self._void_what_is_stale,
+            clock=clock,
         )
         self._transport = transport
         self._clock = clock
@@ -120,6 +122,10 @@ class PrefillWorker:
 
     def record(self) -> WorkerRecord:
         return self._shell.record()
+
+    def signals(self) -> StageSignals:
+        """How hard this worker is pressed."""
+        return self._shell.signals()
 
     def assert_idle(self) -> None:
         """Raise `EngineFault` unless no request runs and nothing is held."""

@@ -150,6 +150,11 @@ class CreditQueue:
     def num_waiting(self) -> int:
         return len(self._waiting) + len(self._stranded)
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        """What those that wait want to keep at a decode worker."""
+        return sum(entry[2].num_tokens for entry in (*self._waiting, *self._stranded))
+
     async def reserve(
         self,
         order: Order,
@@ -159,17 +164,19 @@ class CreditQueue:
         *,
         patience_s: float = math.inf,
         is_hopeful: Callable[[], bool] = lambda: True,
+        num_tokens: int = 0,
     ) -> R:
         """What `attempt` returns as soon as it is this caller's turn and it returns something.
 
         It is tried again on `wake` and on `workers_changed`. `on_waited` gets the seconds of one that did
         not come through at once. Raises `TimeoutError`, before its time when a look, one every
-        `patience_s`, shows that there is no hope, and what the queue was closed with.
+        `patience_s`, shows that there is no hope, and what the queue was closed with. `num_tokens` is only
+        counted, as long as it waits.
         """
         if self._closed_by is not None:
             raise self._closed_by
         granted: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        entry = (order, next(self._arrivals), _Waiter(attempt, granted))
+        entry = (order, next(self._arrivals), _Waiter(attempt, granted, num_tokens))
         insort(self._waiting, entry)
         self.wake()
         if granted.done():
@@ -247,7 +254,8 @@ class CreditQueue:
 class _Waiter:
     """One caller of `reserve`. Its types are erased: a queue serves callers of any."""
 
-    def __init__(self, attempt: Attempt[R], granted: asyncio.Future[R]) -> None:
+    def __init__(self, attempt: Attempt[R], granted: asyncio.Future[R], num_tokens: int) -> None:
+        self.num_tokens = num_tokens
         self.waits_for: WaitsFor | None = None
         """As of the last try."""
         self._attempt: Attempt[Releasable] = attempt

@@ -28,6 +28,8 @@ class DecodeLink:
         self._credit = credit
         self._streams: dict[RequestId, LinkStream] = {}
         self._is_up = False
+        self._demanded_blocks = 0
+        """As the worker was told."""
 
     @property
     def is_up(self) -> bool:
@@ -50,6 +52,12 @@ class DecodeLink:
         self._credit.submitted(reservation)
         self._send(pb.DecodeCommand(submit=submit))
         return stream
+
+    def demand(self, num_blocks: int) -> None:
+        """Let the worker know how many of its blocks are waited for, unless it does."""
+        if self._is_up and num_blocks != self._demanded_blocks:
+            self._demanded_blocks = num_blocks
+            self._send(pb.DecodeCommand(demanded_blocks=num_blocks))
 
     def tell(self, request_id: RequestId, command: pb.DecodeCommand) -> None:
         """Send something about a request, unless the worker is done with it."""
@@ -79,6 +87,7 @@ class DecodeLink:
     def on_broken(self, error: SplitserveError) -> None:
         """Fail all that wait. Idempotent."""
         self._is_up = False
+        self._demanded_blocks = 0
         self._credit.reset()
         streams, self._streams = self._streams, {}
         for stream in streams.values():

@@ -121,6 +121,7 @@ class Placement:
                 self._observer.waited_for_credit,
                 patience_s=self._settings.worker_wait_s,
                 is_hopeful=lambda: bool(self._useful_readers(run, leg)),
+                num_tokens=leg.num_blocks(1),
             )
         except TimeoutError as error:
             raise self._why_no_seat(run, leg, may_be_alone=may_be_alone) from error

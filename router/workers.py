@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -110,6 +111,7 @@ class WorkerSet:
                 logger.warning("the directory does not answer (%s); the workers known stay", error)
             else:
                 self._apply(records)
+            self._tell_demand()
             await asyncio.sleep(self._settings.poll_interval_s)
 
     def _apply(self, records: tuple[WorkerRecord, ...]) -> None:
@@ -125,6 +127,13 @@ class WorkerSet:
             self._miss(self._members[identity])
         if before != {identity for identity, member in self._members.items() if member.is_usable}:
             self._notify()
+
+    def _tell_demand(self) -> None:
+        """Each decode worker hears its share of what waits here: whoever scales their pool has to know."""
+        workers = self.decode_workers()
+        num_tokens = self.credits.num_waiting_tokens / max(1, len(workers))
+        for worker in workers:
+            worker.client.demand(math.ceil(num_tokens / worker.fingerprint.block_size))
 
     def _refresh(self, member: AnyMember, record: WorkerRecord) -> None:
         member.record = record

@@ -6,7 +6,7 @@
 - `FaultyDial`: channels that go wrong on purpose, as `CallFaults` say.
 - `abort`, `error_from_rpc`, `rpc_errors`: the error tree across a call.
 - `WorkerShell`: a worker beside its role, made of `EngineLink`, `Health`, `TaskSet`, `Announcer`,
-  `AdminService` and `EngineCollector`.
+  `AdminService`, `EngineCollector` and `StartupClock`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rpc.faulty_channel import Dial, FaultyDial
 from rpc.frames import FrameOutbox, run_session
 from rpc.health import Health
 from rpc.server import Registrar, RunningServer, join_address, start_server
+from rpc.startup import StartupClock, StartupCollector
 from rpc.tasks import TaskSet
 from rpc.worker_session import WorkerSession
 from rpc.worker_shell import WorkerProfile, WorkerShell, wait_until
@@ -41,6 +42,8 @@ __all__ = [
     "Health",
     "Registrar",
     "RunningServer",
+    "StartupClock",
+    "StartupCollector",
     "TaskSet",
     "WorkerProfile",
     "WorkerSession",

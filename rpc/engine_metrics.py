@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from protocol.histogram import HistogramSnapshot
 from protocol.membership import WorkerRecord
+from protocol.signals import StageSignals
 from rpc.engine_link import EngineStats
 
 PREFIX = "splitserve_"
@@ -18,8 +19,14 @@ PREFIX = "splitserve_"
 class EngineCollector(Collector):
     """Reads the engine's statistics at scrape time. All are cumulative: no step is missed."""
 
-    def __init__(self, stats: Callable[[], EngineStats], record: Callable[[], WorkerRecord]) -> None:
+    def __init__(
+        self,
+        stats: Callable[[], EngineStats],
+        record: Callable[[], WorkerRecord],
+        signals: Callable[[], StageSignals],
+    ) -> None:
         self._stats = stats
+        self._signals = signals
         self._record = record
 
     def describe(self) -> list[Metric]:
@@ -30,6 +37,7 @@ class EngineCollector(Collector):
         stats = self._stats()
         yield from self._states(stats)
         yield from self._memory(stats)
+        yield from self._pressure(self._signals())
         yield from self._tokens(stats)
         yield from self._steps(stats)
 
@@ -40,6 +48,15 @@ class EngineCollector(Collector):
         yield self._gauge("num_requests_swapped", "Sequences swapped to the host", stats.num_swapped)
         yield self._gauge("num_requests_held", "Sequences that wait for their reader", stats.num_held)
         yield self._gauge("num_requests_fetching", "Sequences whose KV is being read", stats.num_fetching)
+
+    def _pressure(self, signals: StageSignals) -> Iterator[Metric]:
+        yield self._gauge(
+            "queue_wait_seconds", "Until a prompt that comes now has its turn", signals.queue_wait_s
+        )
+        yield self._gauge("engine_busy_ratio", "Share of the time in which steps run, 0 to 1", signals.busy)
+        yield self._gauge(
+            "kv_block_demand_ratio", "KV blocks waited for, to all there are", signals.block_demand
+        )
 
     def _memory(self, stats: EngineStats) -> Iterator[Metric]:
         used_blocks = stats.blocks_total - stats.blocks_free

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ from protocol.errors import SplitserveError, StartupError, WorkerUnavailable
 from protocol.handoff import Fingerprint
 from protocol.ids import Role, SequenceId, WorkerIdentity
 from protocol.membership import WorkerRecord
-from protocol.ports import Directory
+from protocol.ports import Clock, Directory
+from protocol.signals import StageSignals
 from protocol.wire.splitserve_pb2_grpc import add_WorkerAdminServicer_to_server
 from rpc.admin import AdminService
 from rpc.announcer import Announcer
@@ -29,6 +31,8 @@ from rpc.engine_link import Engine, EngineLink, HasSequence
 from rpc.engine_metrics import EngineCollector
 from rpc.health import Health
 from rpc.server import Registrar, RunningServer, join_address, start_server
+from rpc.stage_meter import StageMeter
+from rpc.startup import LAST_PHASE, StartupClock, StartupCollector
 from rpc.tasks import TaskSet
 
 CommandT = TypeVar("CommandT")
@@ -53,6 +57,8 @@ class WorkerProfile:
     """Where other machines reach this worker; None: the host that it listens on."""
     ops: str = ""
     """What its engine computes with."""
+    startup: StartupClock = field(default_factory=StartupClock, compare=False, repr=False)
+    """Measures how long it takes until this worker is ready."""
 
 
 class WorkerShell(Generic[CommandT, EventT]):
@@ -68,16 +74,21 @@ class WorkerShell(Generic[CommandT, EventT]):
         *,
         drain_role: Callable[[float], Awaitable[bool]],
         on_invalidated: Callable[[EventT], None] = lambda event: None,
+        num_demanded_blocks: Callable[[], int] = lambda: 0,
+        clock: Clock = time.monotonic,
     ) -> None:
         """`invalidation` makes the engine's command to forget a cached prefix, or everything;
         `on_invalidated` gets its answer before anything that happened later. `drain_role` calls `drain`
-        first, then lets the role's work end for up to so many seconds; True: all of it has ended."""
+        first, then lets the role's work end for up to so many seconds; True: all of it has ended.
+        `num_demanded_blocks` tells how many KV blocks are waited for."""
         self.profile = profile
         self.health = Health()
         self.tasks = TaskSet(self.health)
         self.engine: EngineLink[CommandT, EventT] = EngineLink(make_engine, self.health)
+        self._meter = StageMeter(lambda: self.engine.stats, num_demanded_blocks, clock)
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(lambda: self.engine.stats, self.record))
+        self.registry.register(EngineCollector(lambda: self.engine.stats, self.record, self.signals))
+        self.registry.register(StartupCollector(profile.startup))
         self.is_draining = False
         self._role = role
         self._invalidation = invalidation
@@ -106,6 +117,10 @@ class WorkerShell(Generic[CommandT, EventT]):
             ops=self.profile.ops,
         )
 
+    def signals(self) -> StageSignals:
+        """How hard this worker is pressed."""
+        return self._meter.signals()
+
     async def start(self, registrars: Iterable[Registrar], host: str, port: int) -> str:
         """Serve on `host`:`port` (0: any free one) and be found. Returns the address to reach it.
 
@@ -126,6 +141,8 @@ class WorkerShell(Generic[CommandT, EventT]):
         self._address = join_address(advertised, self._server.port)
         self.tasks.spawn(self.engine.watch(), "engine watch")
         self.tasks.spawn(self._announcer.run(), "announcer")
+        self.tasks.spawn(self._meter.run(), "stage meter")
+        self.profile.startup.end(LAST_PHASE)
         return self._address
 
     async def drain(self) -> None:

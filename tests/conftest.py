@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from served_cluster import Served
 
 
-WHOLE_CLUSTERS = {"acceptance", "netns", "soak"}
+WHOLE_CLUSTERS = {"acceptance", "cluster_hosts", "netns", "soak"}
 """Folders of tests that start clusters of processes, or measure what becomes of one under load."""
 
 

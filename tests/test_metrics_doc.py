@@ -15,8 +15,9 @@ from protocol.generation import Receipt
 from protocol.handoff import Verdict
 from protocol.ids import Role
 from protocol.membership import WorkerRecord
+from protocol.signals import StageSignals
 from router.metrics import RouterMetrics
-from rpc import EngineCollector
+from rpc import EngineCollector, StartupClock, StartupCollector
 
 DOC = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 WORKERS = "worker_id, role"
@@ -49,7 +50,14 @@ def router_rows() -> set[Row]:
 def engine_rows() -> set[Row]:
     registry = CollectorRegistry()
     record = WorkerRecord(D0, Role.DECODE, "10.0.0.1:1", FINGERPRINT, 100)
-    registry.register(EngineCollector(EngineStats, lambda: record))
+    registry.register(EngineCollector(EngineStats, lambda: record, StageSignals))
+    return rows_of(registry, "both workers", WORKERS)
+
+
+def startup_rows() -> set[Row]:
+    registry, clock = CollectorRegistry(), StartupClock()
+    registry.register(StartupCollector(clock))
+    clock.end("listen")
     return rows_of(registry, "both workers", WORKERS)
 
 
@@ -85,7 +93,7 @@ def line_of(row: Row) -> str:
 
 
 def test_table_of_metrics_is_what_is_exposed() -> None:
-    exposed = router_rows() | engine_rows() | prefill_rows() | decode_rows()
+    exposed = router_rows() | engine_rows() | startup_rows() | prefill_rows() | decode_rows()
     documented = documented_rows()
     assert len(documented) == len(set(documented))
     missing = sorted(map(line_of, exposed - set(documented)))

@@ -12,9 +12,12 @@ from engine.weights.load import load_weights
 from engine.weights.packed import load_packed
 from engine.weights.progress import Progress, SilentProgress, console_progress
 from engine.weights.resolve import resolve_model
+from engine.weights.survey import ModelState, ModelSurvey, survey_model
 
 __all__ = [
     "ModelFolder",
+    "ModelState",
+    "ModelSurvey",
     "Progress",
     "SilentProgress",
     "console_progress",
@@ -22,4 +25,5 @@ __all__ = [
     "load_packed",
     "load_weights",
     "resolve_model",
+    "survey_model",
 ]

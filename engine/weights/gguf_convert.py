@@ -30,7 +30,7 @@ def converted_folder(gguf: Path, cache_dir: Path, progress: Progress | None = No
     what a killed one leaves is swept away by the next.
     Raises `StartupError` for a bad file, a full disk or a cache that cannot be written.
     """
-    target = cache_dir / f"{gguf.stem}-{_file_digest(gguf)}"
+    target = conversion_target(gguf, cache_dir)
     if target.is_dir():
         return target
     try:
@@ -43,6 +43,11 @@ def converted_folder(gguf: Path, cache_dir: Path, progress: Progress | None = No
             f"{gguf} cannot be converted into {cache_dir} ({error}): choose another cache folder"
         ) from error
     return target
+
+
+def conversion_target(gguf: Path, cache_dir: Path) -> Path:
+    """Where `converted_folder` puts it; a folder of that name is complete."""
+    return cache_dir / f"{gguf.stem}-{_file_digest(gguf)}"
 
 
 def _file_digest(file: Path) -> str:

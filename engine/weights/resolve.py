@@ -20,23 +20,26 @@ def resolve_model(spec: str, *, cache_dir: Path, progress: Progress | None = Non
     `cache_dir` keeps converted GGUF files. Raises `StartupError` that says what is wrong with `spec`
     and what to do. Safe to call from several processes at once.
     """
-    path = Path(spec).expanduser()
-    if path.is_dir():
-        path = path.resolve()
-        return open_folder(path, name=path.name)
-    if path.is_file():
-        return _open_file(path.resolve(), cache_dir, progress)
-    if _HUB_ID.fullmatch(spec) and path.suffix != ".gguf":
+    path = find_file_or_folder(spec)
+    if path is None:
         return open_folder(_download(spec), name=spec)
+    if path.is_dir():
+        return open_folder(path, name=path.name)
+    return open_folder(converted_folder(path, cache_dir, progress), name=path.stem)
+
+
+def find_file_or_folder(spec: str) -> Path | None:
+    """What is here under that name; None when it looks like a hub id. Raises `StartupError`."""
+    path = Path(spec).expanduser()
+    if path.is_file() and path.suffix == ".safetensors":
+        raise StartupError(f"{path} is only a model's weights: pass its folder, {path.parent}")
+    if path.exists():
+        return path.resolve()
+    if _HUB_ID.fullmatch(spec) and path.suffix != ".gguf":
+        return None
     raise StartupError(
         f"there is no model at {spec!r}: pass a model folder, a .gguf file or a hub id like org/name"
     )
-
-
-def _open_file(file: Path, cache_dir: Path, progress: Progress | None) -> ModelFolder:
-    if file.suffix == ".safetensors":
-        raise StartupError(f"{file} is only a model's weights: pass its folder, {file.parent}")
-    return open_folder(converted_folder(file, cache_dir, progress), name=file.stem)
 
 
 def _download(hub_id: str) -> Path:

@@ -758,7 +758,10 @@ class DecodeCommand(_message.Message):
     ABORT_REQUEST_ID_FIELD_NUMBER: _builtins.int
     ABORT_CHOICE_FIELD_NUMBER: _builtins.int
     BEGIN_FIELD_NUMBER: _builtins.int
+    DEMANDED_BLOCKS_FIELD_NUMBER: _builtins.int
     abort_request_id: _builtins.str
+    demanded_blocks: _builtins.int
+    """of this worker's, that requests at the router wait for, from now on"""
     @_builtins.property
     def submit(self) -> Global___DecodeSubmit: ...
     @_builtins.property
@@ -774,12 +777,13 @@ class DecodeCommand(_message.Message):
         abort_request_id: _builtins.str = ...,
         abort_choice: Global___AbortChoice | None = ...,
         begin: Global___Begin | None = ...,
+        demanded_blocks: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_choice", b"abort_choice", "abort_request_id", b"abort_request_id", "begin", b"begin", "command", b"command", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_choice", b"abort_choice", "abort_request_id", b"abort_request_id", "begin", b"begin", "command", b"command", "demanded_blocks", b"demanded_blocks", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_choice", b"abort_choice", "abort_request_id", b"abort_request_id", "begin", b"begin", "command", b"command", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_choice", b"abort_choice", "abort_request_id", b"abort_request_id", "begin", b"begin", "command", b"command", "demanded_blocks", b"demanded_blocks", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["submit", "abort_request_id", "abort_choice", "begin"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["submit", "abort_request_id", "abort_choice", "begin", "demanded_blocks"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import random
-import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import pytest
 from served_cluster import SPLITSERVE, Served, serving, stop, wait_until
+from served_load import Load, worker_ids
 
 pytestmark = [pytest.mark.ray, pytest.mark.nixl, pytest.mark.timeout(400)]
 
 ROLES = ("prefill", "decode")
-NUM_CLIENTS = 4
 REPLACED_S = 150.0
 
 REDEPLOY = dedent("""
     import sys
     from cluster.attachment import find_cluster
-    from cluster.cli import read_config
+    from cluster.cli_options import read_config
     config = read_config(None, {}, sys.argv[1:])
     cluster = find_cluster(config)
     with cluster.joined():
@@ -34,49 +29,6 @@ REDEPLOY = dedent("""
         deploy(build_application(config, cluster.cluster_token))
 """)
 """What a new configuration comes to, whoever hands it to Serve."""
-
-
-class Load:
-    """Clients that ask one request after the other, of all lengths, until they are told to stop."""
-
-    def __init__(self, served: Served) -> None:
-        self._served = served
-        self._is_over = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=[i]) for i in range(NUM_CLIENTS)]
-        self.num_answered = 0
-        self.failures: list[str] = []
-
-    def _ask(self, seed: int) -> None:
-        rng = random.Random(seed)
-        while not self._is_over.is_set():
-            num_tokens = rng.choice((4, 40, 120))
-            body: dict[str, Any] = {
-                "model": "tiny",
-                "prompt": [3 + rng.randrange(250) for _ in range(rng.choice((5, 60, 250)))],
-                "max_tokens": num_tokens,
-                "ignore_eos": True,
-                "return_token_ids": True,
-            }
-            try:
-                status, answer = self._served.request("POST", "/v1/completions", body, timeout_s=90)
-            except OSError as error:
-                self.failures.append(repr(error))
-                self._is_over.wait(0.1)
-                continue
-            if status != 200:
-                self.failures.append(f"{status}: {answer!r}")
-            self.num_answered += 1
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        for thread in self._threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            self._is_over.set()
-            for thread in self._threads:
-                thread.join()
 
 
 class Rollout:
@@ -92,13 +44,7 @@ class Rollout:
         subprocess.run(command, check=True, timeout=60, env=self.served.own_environment)
 
     def workers(self, role: str) -> set[str]:
-        """Ids of those that the router is connected to. Costs less than `splitserve status`."""
-        try:
-            page = self.served.request("GET", "/metrics")[1].decode()
-        except OSError:
-            return set()
-        lines = (line for line in page.splitlines() if f'role="{role}"' in line)
-        return {found[1] for line in lines if (found := re.search(r'worker_id="([^"]+)"', line))}
+        return worker_ids(self.served, role)
 
     def two_of_each(self) -> dict[str, set[str]]:
         """The ids by role, once there are two of each."""

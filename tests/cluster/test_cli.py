@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from cluster.background import Background
-from cluster.cli import parse_setting, read_config
+from cluster.cli_options import parse_setting, read_config
 from cluster.config import ClusterConfig, load_config
+from cluster.readiness import engines_in_words
 from cluster.serve_failures import explain_failure
 from cluster.serve_port import http_answers, with_free_port
 from cluster.serve_progress import DEMO_IS_SMALL, Report, public_url, what_to_try
-from cluster.serve_run import engines_in_words
 from cluster.serve_state import read_state, state_file, write_start, write_state
 from cluster.status import ClusterStatus, as_json, as_table, look
 from protocol.errors import StartupError
@@ -241,7 +241,8 @@ def test_a_background_call_hands_its_error_to_who_asks() -> None:
 
 def test_the_fast_commands_load_neither_torch_nor_ray() -> None:
     code = (
-        "import sys; import cluster.cli; from cluster.cli import read_config; read_config(None, {}, None);"
+        "import sys; import cluster.cli; from cluster.cli_options import read_config;"
+        "read_config(None, {}, None);"
         "sys.exit(bool({'torch', 'ray', 'transformers', 'grpc'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

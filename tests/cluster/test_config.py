@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from cluster.config import ClusterConfig, load_config
 from cluster.config_errors import key_paths
-from cluster.config_reference import as_markdown, as_yaml, keys_of
+from cluster.config_reference import Key, as_markdown, as_yaml, keys_of
 from protocol.errors import StartupError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -75,14 +77,15 @@ def test_the_largest_n_follows_the_batch_unless_it_is_set(tmp_path: Path) -> Non
     assert "router.max_num_choices is 9, but decode.max_num_seqs is 8" in message
 
 
+def all_keys(section: BaseModel) -> Iterator[Key]:
+    yield from keys_of(section)
+    for name in type(section).model_fields:
+        if isinstance(inner := getattr(section, name), BaseModel):
+            yield from all_keys(inner)
+
+
 def test_every_key_has_a_meaning() -> None:
-    config = ClusterConfig()
-    sections = [config, config.http, config.router, config.prefill, config.decode]
-    keys = [
-        key
-        for section in [*sections, config.kv_transfer, config.faults, config.ray]
-        for key in keys_of(section)
-    ]
+    keys = list(all_keys(ClusterConfig()))
     assert len(keys) == len(list(key_paths(ClusterConfig)))
     assert [key.name for key in keys if not key.meaning or not key.type] == []
 

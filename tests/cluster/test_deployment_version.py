@@ -20,7 +20,9 @@ def versions(token: str = "t", **changes: object) -> dict[str, str]:  # noqa: S1
     [
         ({}, set()),
         ({"decode__num_workers": 2, "prefill__num_workers": 3}, set()),
+        ({"decode__autoscaling__max_workers": 2}, {"decode"}),
         ({"drain_limit_s": 5, "start_timeout_s": 5}, set()),
+        ({"deploy__image": "registry.example/splitserve:2"}, set()),
         ({"decode__max_num_seqs": 32}, {"decode"}),
         ({"prefill__max_num_batched_tokens": 256}, {"prefill"}),
         ({"kv_transfer__lease_s": 5}, {"prefill", "decode"}),
@@ -37,3 +39,13 @@ def test_only_what_a_change_concerns_is_replaced(changes: dict[str, object], rep
 def test_another_cluster_token_replaces_all() -> None:
     before, after = versions("one"), versions("another")
     assert all(before[name] != after[name] for name in ALL)
+
+
+def test_bounds_and_delays_of_autoscaling_replace_nobody() -> None:
+    before = versions(decode__autoscaling__max_workers=2)
+    after = versions(
+        decode__autoscaling__max_workers=9,
+        decode__autoscaling__min_workers=2,
+        decode__autoscaling__downscale_delay_s=1,
+    )
+    assert before == after

@@ -466,3 +466,19 @@ async def test_worker_that_takes_nothing_grants_nothing() -> None:
     bench.refusal = WorkerUnavailable("shutting down")
     assert bench.credit_told() == (0, 0)
     bench.assert_idle()
+
+
+@virtual_time
+async def test_demand_of_a_router_counts_until_it_changes_or_its_session_ends() -> None:
+    bench = DecodeBench()
+    credit = bench.tools.credit
+    bench.session.on_command(pb.DecodeCommand(demanded_blocks=7))
+    bench.session.on_command(pb.DecodeCommand(demanded_blocks=5))
+    other = bench.new_session()
+    other.on_command(pb.DecodeCommand(demanded_blocks=2))
+    assert credit.num_demanded_blocks == 7
+    other.on_command(pb.DecodeCommand(demanded_blocks=0))
+    assert credit.num_demanded_blocks == 5
+    bench.session.end()
+    assert credit.num_demanded_blocks == 0
+    other.end()

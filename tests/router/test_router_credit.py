@@ -210,6 +210,24 @@ async def test_order_goes_before_arrival() -> None:
 
 
 @virtual_time
+async def test_what_waits_is_counted_in_tokens_as_long_as_it_waits() -> None:
+    queue = CreditQueue(asyncio.get_running_loop().time)
+    waiting = [
+        asyncio.create_task(
+            queue.reserve((0, 1), lambda claimed: None, seconds, num_tokens=num_tokens)  # type: ignore[arg-type]
+        )
+        for seconds, num_tokens in ((1.0, 100), (5.0, 30))
+    ]
+    await settle()
+    assert queue.num_waiting_tokens == 130
+    await asyncio.wait(waiting[:1])
+    assert queue.num_waiting_tokens == 30
+    await asyncio.wait(waiting)
+    assert queue.num_waiting_tokens == 0
+    assert all(isinstance(task.exception(), TimeoutError) for task in waiting)
+
+
+@virtual_time
 async def test_wait_is_bounded_and_lets_the_next_one_through() -> None:
     purse = new_purse(1)
     large, small = purse.ask("large", 5, timeout_s=3.0), purse.ask("small", 1)

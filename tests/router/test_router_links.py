@@ -291,3 +291,18 @@ async def test_waiting_reader_wakes_up_for_delta_and_failure() -> None:
     )
     with pytest.raises(InvalidRequest):
         await waiting
+
+
+def test_worker_hears_how_many_of_its_blocks_are_waited_for_when_that_changes() -> None:
+    sent: list[int] = []
+    link = DecodeLink(lambda command: sent.append(command.demanded_blocks), CreditAccount())
+    link.demand(3)  # nobody listens yet
+    link.on_frame(pb.DecodeFrame())
+    for num_blocks in (0, 3, 3, 5, 0):
+        link.demand(num_blocks)
+    assert sent == [3, 5, 0]
+    link.demand(4)
+    link.on_broken(lost("the decode worker"))
+    link.on_frame(pb.DecodeFrame())
+    link.demand(4)  # the worker forgot it with the stream
+    assert sent == [3, 5, 0, 4, 4]

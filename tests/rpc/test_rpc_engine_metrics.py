@@ -13,6 +13,7 @@ from engine import EngineStats
 from protocol.histogram import SIZE_BOUNDS, Histogram, StepHistograms
 from protocol.ids import Role
 from protocol.membership import WorkerRecord
+from protocol.signals import StageSignals
 from rpc import EngineCollector
 
 OWN = {"role": "decode", "worker_id": "d0"}
@@ -47,7 +48,7 @@ class Page:
 
     def __post_init__(self) -> None:
         record = WorkerRecord(D0, Role.DECODE, "10.0.0.1:1", FINGERPRINT, 100)
-        self.registry.register(EngineCollector(lambda: self.stats, lambda: record))
+        self.registry.register(EngineCollector(lambda: self.stats, lambda: record, StageSignals))
 
     def value(self, name: str, **labels: str) -> float | None:
         return self.registry.get_sample_value(f"splitserve_{name}", OWN | labels)

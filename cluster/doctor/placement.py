@@ -1,0 +1,94 @@
+"""Where can the workers run, and is there room for all of them?
+
+Ray decides when they start. This is an estimate: each pool spread evenly over the nodes that have what one
+of its workers asks for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from cluster.config import PoolConfig
+from cluster.doctor.facts import NodeFacts, Seen
+from cluster.doctor.findings import Findings, Topic
+from protocol.ids import Role
+
+CHECK = "placement"
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+
+
+def demand_of(pool: PoolConfig) -> dict[str, float]:
+    """What Ray reserves for one worker."""
+    wanted = {"CPU": pool.num_cpus, "GPU": pool.num_gpus, **pool.resources}
+    return {name: amount for name, amount in wanted.items() if amount}
+
+
+def num_fitting(resources: Mapping[str, float], demand: Mapping[str, float]) -> int | None:
+    """Workers that a node has room for were there no others; None: any number."""
+    if not demand:
+        return None
+    return min(int(resources.get(name, 0.0) / amount) for name, amount in demand.items())
+
+
+def is_counted_by_ray(seen: Seen) -> bool:
+    """Not so where a cluster is still to be started, which then has what its configuration asks for."""
+    return not seen.is_one_machine and any(node.resources for node in seen.nodes)
+
+
+def eligible_nodes(seen: Seen, role: Role) -> list[NodeFacts]:
+    """Nodes that have what one worker asks for."""
+    demand = demand_of(seen.config.pool(role))
+    if not is_counted_by_ray(seen):
+        return list(seen.nodes)
+    return [node for node in seen.nodes if num_fitting(node.resources, demand) != 0]
+
+
+def engines_on(seen: Seen, node: NodeFacts) -> dict[Role, int]:
+    """How many workers of each role a node is likely to get at most."""
+    engines = {}
+    for role in Role:
+        nodes = eligible_nodes(seen, role)
+        share = math.ceil(seen.config.pool(role).num_workers / len(nodes)) if nodes else 0
+        engines[role] = share if node in nodes else 0
+    return engines
+
+
+def num_engines_on(seen: Seen, node: NodeFacts) -> int:
+    return sum(engines_on(seen, node).values())
+
+
+def check_placement(seen: Seen) -> Findings:
+    if not is_counted_by_ray(seen):
+        return
+    for role in Role:
+        yield from _check_pool(seen, role)
+    yield from _check_hosts(seen)
+
+
+def _check_pool(seen: Seen, role: Role) -> Findings:
+    topic, pool = Topic(f"{role} pool", CHECK), seen.config.pool(role)
+    demand = demand_of(pool)
+    wanted = ", ".join(f"{name} {amount:g}" for name, amount in demand.items()) or "nothing"
+    rooms = [num_fitting(node.resources, demand) for node in seen.nodes]
+    total = None if None in rooms else sum(room for room in rooms if room)
+    if total is not None and total < pool.num_workers:
+        yield topic.problem(
+            f"{pool.num_workers} workers ask for {wanted} each, and the nodes have room for {total}",
+            f"add nodes that offer it, or lower {role}.num_workers, num_cpus, num_gpus or resources",
+        )
+    else:
+        names = ", ".join(node.name for node in eligible_nodes(seen, role))
+        yield topic.ok(f"{pool.num_workers} worker(s), {wanted} each, fit on {names}")
+
+
+def _check_hosts(seen: Seen) -> Findings:
+    """Workers that listen on loopback are not found from other nodes."""
+    if len(seen.nodes) < 2:
+        return
+    for role in Role:
+        if seen.config.pool(role).host in LOOPBACK:
+            yield Topic(f"{role} pool", "host").problem(
+                f"{role}.host is {seen.config.pool(role).host}: no other node reaches these workers",
+                f"set {role}.host to auto, which is each node's own address",
+            )

@@ -1,0 +1,47 @@
+"""What is read between two nodes to see how fast KV moves? About 64 MiB, in blocks as configured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cluster.doctor.facts import Seen
+from cluster.doctor.memory import block_bytes
+from engine.model.config import ModelConfig
+from protocol.errors import StartupError
+
+READ_BYTES = 64 * 2**20
+DEFAULT_BLOCK_BYTES = 2**20
+"""While the model is not known."""
+MAX_REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """Sizes of one read, which both sides must agree on."""
+
+    num_blocks: int
+    block_bytes: int
+    max_repeats: int = MAX_REPEATS
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ReadPlan:
+        return cls(**json.loads(text))
+
+
+def plan_reads(seen: Seen) -> ReadPlan:
+    """The prefill pool's blocks: it owns what is read."""
+    known = next((node.model.config for node in seen.nodes if node.model and node.model.config), None)
+    size = _block_bytes(seen, dict(known)) if known else DEFAULT_BLOCK_BYTES
+    return ReadPlan(max(1, READ_BYTES // size), size)
+
+
+def _block_bytes(seen: Seen, fields: dict[str, Any]) -> int:
+    try:
+        return block_bytes(seen.config, seen.config.prefill, ModelConfig.from_hf(fields))
+    except StartupError:  # the model's own check says it
+        return DEFAULT_BLOCK_BYTES
