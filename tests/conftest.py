@@ -16,6 +16,7 @@ WHOLE_CLUSTERS = {"acceptance", "cluster_hosts", "netns", "soak"}
 """Folders of tests that start clusters of processes, or measure what becomes of one under load."""
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist looks at the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of two processes one runs all clusters, from the start and one at a time: that takes longest.
 
