@@ -25,7 +25,7 @@ serve: $(STAMPS)/demo ## Start a cluster and serve the OpenAI API [MODEL=folder|
 	@exec $(BIN)/splitserve serve $(MODEL) $(ARGS)
 
 test: $(STAMPS)/dev $(STAMPS)/demo ## Run all tests in two processes, about 12 minutes [ARGS="-k name"]
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 soak: $(STAMPS)/dev ## Put a cluster under fire and check every answer [SECONDS=60 FAULT_EVERY=2 ARGS="--seed 1"]
 	@$(BIN)/python tests/soak/soak.py --seconds $(SECONDS) --fault-every $(FAULT_EVERY) $(ARGS)

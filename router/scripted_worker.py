@@ -83,6 +83,8 @@ class ScriptedWorker:
         self.requests: list[GenerationRequest] = []
         self.aborted: list[RequestId] = []
         self.aborted_choices: list[tuple[RequestId, int]] = []
+        self.num_demanded_blocks = 0
+        """Of a decode worker, as the router told it."""
         self.invalidated: list[pb.InvalidateCacheRequest] = []
         self.released: list[TicketId] = []
         self.tickets: list[TicketId] = []
@@ -161,9 +163,13 @@ class ScriptedWorker:
             choice = (RequestId(command.abort_choice.request_id), command.abort_choice.index)
             self.aborted_choices.append(choice)
             self._dropped.add(choice)
-        else:
+        elif kind == "release_ticket_id":
             self.released.append(TicketId(command.release_ticket_id))
             self.held.pop(TicketId(command.release_ticket_id), None)
+        elif kind == "demanded_blocks":
+            self.num_demanded_blocks = command.demanded_blocks
+        else:
+            raise AssertionError(f"nobody here knows a {kind}")
 
     def _submit(self, submit: Any) -> None:
         request = codec.request_from_wire(submit if self.is_prefill else submit.request)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,20 +16,26 @@ WHOLE_CLUSTERS = {"acceptance", "cluster_hosts", "netns", "soak"}
 """Folders of tests that start clusters of processes, or measure what becomes of one under load."""
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist looks at the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of two processes one runs all clusters, from the start and one at a time: that takes longest.
-
-    In a single process clusters come last. Those that share one on Ray run together in either case.
-    """
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("clusters" if _needs_cluster(item) else item.path.stem))
-    is_one_of_two = hasattr(config, "workerinput")
-    items.sort(key=lambda item: (_needs_cluster(item) != is_one_of_two, *_order_of_clusters(item)))
+    """Clusters come last, and those that share one on Ray together. With two processes they come first."""
+    first = hasattr(config, "workerinput")
+    items.sort(key=lambda item: (_needs_cluster(item.nodeid) != first, *_order_of_clusters(item)))
 
 
-def _needs_cluster(item: pytest.Item) -> bool:
-    return item.path.parent.name in WHOLE_CLUSTERS or "ray" in item.keywords
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of two processes one runs all clusters, one at a time, for that takes longest; the other all else."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "clusters" if _needs_cluster(nodeid) else nodeid.partition("::")[0]
+
+    return Scheduling(config, log)
+
+
+def _needs_cluster(nodeid: str) -> bool:
+    file = PurePosixPath(nodeid.partition("::")[0])
+    return file.parent.name in WHOLE_CLUSTERS or file.name.startswith("test_ray_")
 
 
 def _order_of_clusters(item: pytest.Item) -> tuple[bool, bool]:
