@@ -118,6 +118,14 @@ def test_the_report_tells_the_seconds_since_its_start() -> None:
     assert out.getvalue() == "    2.5 s  Ray runs\n"
 
 
+def test_the_headline_counts_the_workers_of_a_pool_that_follows_its_load() -> None:
+    """`num_workers` says nothing about such a pool."""
+    out = io.StringIO()
+    scaling = {"decode__num_workers": 9, "decode__autoscaling__max_workers": 4}
+    Report(out).headline(config(prefill__num_workers=2, **scaling))
+    assert out.getvalue() == "splitserve: demo, 2 prefill + 1 to 4 decode worker(s)\n"
+
+
 def test_what_is_to_be_copied_has_nothing_around_it() -> None:
     out = io.StringIO()
     Report(out).block(["a", "  b"])
