@@ -78,6 +78,12 @@ def test_workers_of_both_pools_can_share_pods() -> None:
     }
 
 
+def test_pods_of_both_pools_offer_as_much_of_one_resource_as_both_take() -> None:
+    taken = {"prefill.resources": {"big": 1}, "decode.resources": {"big": 2}}
+    (group,) = cluster({f"{K}.share_pods": True} | taken)["workerGroupSpecs"]
+    assert json.loads(group["rayStartParams"]["resources"].strip("'")) == {"big": 3}
+
+
 def test_gpus_bring_their_toleration_and_only_to_workers() -> None:
     found = pods({"prefill.num_gpus": 1, f"{K}.tolerations": ["reserved"]})
     assert found["prefill"]["tolerations"] == [
@@ -250,6 +256,11 @@ def test_metrics_are_scraped_at_the_heads_proxy_alone() -> None:
         ({"http.api_key_file": "key"}, "deploy.kuberay.api_key_secret"),
         ({f"{K}.redis_password_secret": "redis"}, "redis_address"),
         ({f"{K}.share_pods": True, "decode.num_workers": 2}, "workers_per_pod"),
+        (
+            {f"{K}.share_pods": True}
+            | {f"{K}.prefill.node_selector": {"gpu": "a"}, f"{K}.decode.node_selector": {"gpu": "b"}},
+            "node_selector.gpu is 'a' for prefill",
+        ),
         ({"deploy.name": "Big_Name"}, "deploy.name"),
         ({f"{K}.prefil.cpus": 2}, "deploy.kuberay.prefil"),
     ],
