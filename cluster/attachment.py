@@ -73,7 +73,8 @@ def check_reachable(ray_address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
-        raise WorkerUnavailable(f"no Ray cluster answers at {ray_address}: {error}") from error
+        why = error.strerror or error
+        raise WorkerUnavailable(f"no Ray cluster answers at {ray_address}: {why}") from error
 
 
 def _no_answer(address: str, error: Exception) -> str:

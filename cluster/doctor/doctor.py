@@ -30,6 +30,8 @@ from cluster.doctor.shm import check_shm
 from cluster.doctor.ucx import check_ucx
 from cluster.doctor.versions import check_versions
 from cluster.doctor.workers import check_workers
+from cluster.rendering import for_deployment, is_prepared_for
+from cluster.serve_state import read_state
 from protocol.errors import SplitserveError, WorkerUnavailable
 from protocol.ids import Role
 
@@ -95,6 +97,7 @@ def diagnose(config: ClusterConfig, url: str | None, tell: Tell) -> Diagnosis:
 
     `tell` hears what is being done.
     """
+    config = as_deployed(config)
     tell("looking for a running cluster")
     with look_at_cluster(config, url) as (live, found):
         nodes: Sequence[Node] = found or [this_machine(config)]
@@ -106,11 +109,26 @@ def examine(config: ClusterConfig, nodes: Sequence[Node], live: Live, tell: Tell
     tell(f"asking {len(nodes)} node(s)")
     with _stopping(nodes):
         facts = tuple(_facts_of(nodes))
-        seen = Seen(config, facts, live)
+        seen = Seen(as_prepared(config, facts), facts, live)
         by_name = {node.name: node for node in nodes}
         pairs = [(by_name[owner], by_name[reader]) for owner, reader in pairs_of(seen)]
         seen = replace(seen, reads=tuple(_read_between(pairs, plan_reads(seen), tell)))
     return Diagnosis(seen, check_all(seen))
+
+
+def as_deployed(config: ClusterConfig) -> ClusterConfig:
+    """What `splitserve deploy` made of it, where it did."""
+    state = read_state(config)
+    if state is None or not state.is_deployed:
+        return config
+    ray = config.ray.model_copy(update={"address": config.ray.address or state.ray_address})
+    return for_deployment(config.model_copy(update={"ray": ray}))
+
+
+def as_prepared(config: ClusterConfig, nodes: Sequence[NodeFacts]) -> ClusterConfig:
+    """What `splitserve deploy` will make of it, where the nodes were started for that."""
+    offered = {name for node in nodes for name in node.resources}
+    return for_deployment(config) if is_prepared_for(config, offered) else config
 
 
 @contextmanager

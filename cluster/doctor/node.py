@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -111,12 +112,16 @@ def variables_of(config: ClusterConfig) -> dict[str, str]:
 
 
 def run_probes(name: str, probes: Probes, limit_s: float = PROBE_LIMIT_S) -> NodeFacts:
-    """All at once; one that fails, or does not end, leaves its reason in the place of its fact."""
+    """All at once; one that fails, or does not end, leaves its reason in the place of its fact.
+
+    The limit is that of all of them together: a node where several hang answers in time, too.
+    """
+    until_s = time.monotonic() + limit_s
     running = {field: Background(f"doctor: {field}", probe) for field, probe in probes.items()}
     found: dict[str, Any] = {}
     failures: dict[str, str] = {}
     for field, probe in running.items():
-        if not probe.wait(limit_s):
+        if not probe.wait(max(0.0, until_s - time.monotonic())):
             failures[field] = f"no answer within {limit_s:.0f} s"
             continue
         try:
