@@ -57,12 +57,17 @@ def find_cluster(config: ClusterConfig) -> Attachment:
     if config.ray.address is not None:
         return Attachment(config.ray.address, token or (state.cluster_token if state else kept_token()))
     if state is None:
-        raise StartupError(
-            f"no server answers at {public_url(config)}, and none starts there; is it another --port?"
-        )
+        raise no_server(config)
     if not state.is_deployed:
         export(local_ray_variables(state.ray_token))
     return Attachment(state.ray_address, state.cluster_token)
+
+
+def no_server(config: ClusterConfig) -> StartupError:
+    """There is no cluster to ask."""
+    return StartupError(
+        f"no server answers at {public_url(config)}, and none starts there; is it another --port?"
+    )
 
 
 def check_reachable(ray_address: str) -> None:

@@ -91,7 +91,8 @@ def warnings_of_deployment(config: ClusterConfig) -> list[str]:
 def missing_nodes(config: ClusterConfig, offered: Mapping[str, float]) -> list[str]:
     """Which workers no node of the Ray cluster has a place for; `offered` are its resources in all."""
     return [
-        f"{role.value} waits for a node that offers {name}; `ray status` shows those that there are"
+        f"{role.value} waits for a node that offers {name}: `ray status` shows those that there are,"
+        f" `ray start --resources='{{\"{name}\": {amount:g}}}'` starts one"
         for role in Role
         for name, amount in config.pool(role).resources.items()
         if offered.get(name, 0.0) < amount

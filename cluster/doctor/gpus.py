@@ -6,8 +6,7 @@ import re
 
 from cluster.doctor.commands import Run, run_command
 from cluster.doctor.facts import Gpu, Gpus, NodeFacts, Seen
-from cluster.doctor.findings import Findings, Topic
-from cluster.doctor.sizes import in_words
+from cluster.doctor.findings import Findings, Topic, in_words
 
 QUERY = (
     "nvidia-smi",

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cluster.doctor.facts import Seen
-from cluster.doctor.memory import block_bytes
+from cluster.preflight import least_block_bytes
 from engine.model.config import ModelConfig
 from protocol.errors import StartupError
 
@@ -42,6 +42,6 @@ def plan_reads(seen: Seen) -> ReadPlan:
 
 def _block_bytes(seen: Seen, fields: dict[str, Any]) -> int:
     try:
-        return block_bytes(seen.config, seen.config.prefill, ModelConfig.from_hf(fields))
+        return least_block_bytes(seen.config, seen.config.prefill, ModelConfig.from_hf(fields))
     except StartupError:  # the model's own check says it
         return DEFAULT_BLOCK_BYTES

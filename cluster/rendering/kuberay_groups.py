@@ -12,6 +12,8 @@ from cluster.rendering.clustered import added, pool_resources
 from protocol.errors import StartupError
 from protocol.ids import Role
 
+UNITS = (("Gi", 2**30), ("Mi", 2**20), ("Ki", 2**10))
+
 
 @dataclass(frozen=True, slots=True)
 class PodGroup:
@@ -104,3 +106,10 @@ def _common_selector(prefill: PodGroup, decode: PodGroup) -> dict[str, str]:
                 f" is {value!r} for prefill and {other!r} for decode: make them agree"
             )
     return {**prefill.node_selector, **decode.node_selector}
+
+
+def quantity(num_bytes: int) -> str:
+    """Bytes as Kubernetes writes them, `16Gi`, say; in the largest unit that is exact."""
+    return next(
+        (f"{num_bytes // size}{unit}" for unit, size in UNITS if num_bytes % size == 0), str(num_bytes)
+    )

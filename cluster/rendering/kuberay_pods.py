@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from cluster.config import ClusterConfig
-from cluster.rendering.kuberay_groups import PodGroup
-from cluster.rendering.quantities import quantity
+from cluster.environment import FINDS_LOST_HOSTS
+from cluster.rendering.kuberay_groups import PodGroup, quantity
 
 Yaml = dict[str, Any]
 
@@ -26,13 +26,6 @@ FAREWELL_S = 30
 HEAD_PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
 METRICS_PORT = 8080
 """Of Ray's own metrics, on every node."""
-
-_HEAD_VARIABLES = {
-    # A host that vanished is noticed after 8 s; Ray's own values take a minute.
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "2000",
-    "RAY_health_check_failure_threshold": "3",
-}
 
 _FAREWELL = """\
 timeout 10 ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod ends' \\
@@ -68,7 +61,7 @@ def labels(config: ClusterConfig, component: str | None = None) -> dict[str, str
 def head_template(config: ClusterConfig, *, with_autoscaler: bool) -> Yaml:
     """The head's pod. Only beside the autoscaler it talks to Kubernetes."""
     head = config.deploy.kuberay.head
-    container = _container(config, "ray-head", HEAD_PORTS, _HEAD_VARIABLES)
+    container = _container(config, "ray-head", HEAD_PORTS, FINDS_LOST_HOSTS)
     container["resources"] = _resources({"cpu": str(head.cpus), "memory": quantity(head.memory)})
     container["volumeMounts"].append({"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True})
     spec = _pod_spec(config, container)

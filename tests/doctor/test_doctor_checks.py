@@ -60,7 +60,7 @@ def test_models_that_differ_between_nodes() -> None:
     models = (Model("/m", "ready", revision, 1) for revision in ("aaaaaaaaaa", "bbbbbbbbbb"))
     nodes = [healthy_node(f"n{i}", model=model) for i, model in enumerate(models)]
     finding = the_only(check_all(seen(*nodes, **RAY)), Severity.PROBLEM)
-    assert finding.what == "the model's files differ: aaaaaaaa on n0, bbbbbbbb on n1"
+    assert finding.what == "the model differs: aaaaaaaa on n0, bbbbbbbb on n1"
 
 
 def test_a_clock_that_is_wrong_is_worth_a_word_and_no_more() -> None:
