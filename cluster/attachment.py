@@ -18,6 +18,8 @@ from protocol.membership import WorkerRecord
 
 DIRECTORY_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
+SOON_TIRED = {"RAY_NUM_REDIS_GET_RETRIES": "1"}
+"""Ray asks a control plane that refuses its token 20 times, for 15 s each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Attachment:
         """Connected to its Ray, whose host:port it is. Raises `WorkerUnavailable` when nothing answers."""
         check_reachable(self.ray_address)
         use_ray_token()
+        export(SOON_TIRED)
         from ray.exceptions import RayError
 
         from cluster import launcher
@@ -89,7 +92,10 @@ def _no_answer(address: str, error: Exception) -> str:
             " node's ~/.ray/auth_token here, or run this on the head node"
         )
     if address == "auto":
-        return "no Ray cluster runs on this machine: run this on its head node, or name one: --ray-address"
+        return (
+            "no Ray cluster runs on this machine that others may join (`splitserve serve` has one of its own):"
+            " run this on a head node, or name one: --ray-address"
+        )
     return f"no Ray cluster answers at {address}"
 
 

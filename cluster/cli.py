@@ -224,3 +224,7 @@ def main() -> None:
     except SplitserveError as error:
         typer.echo(f"error: {error.message}", err=True)
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -16,7 +16,9 @@ from pydantic import ByteSize, Field, ValidationError, model_validator
 from cluster.config_errors import explain
 from cluster.config_section import Section
 from cluster.deploy_config import DeployConfig
+from cluster.ray_address import RayAddress
 from cluster.router_config import HttpConfig, RouterConfig
+from cluster.unique_keys import load_yaml
 from protocol.errors import StartupError
 from protocol.ids import Role
 
@@ -163,7 +165,7 @@ class FaultsConfig(Section):
 class RayConfig(Section):
     """Which Ray cluster to run on."""
 
-    address: str | None = None
+    address: RayAddress | None = None
     """null starts a local one; 'auto' or host:port joins one."""
     object_store_bytes: int = Field(default=100_000_000, ge=80_000_000)
     """Shared memory for the object store of a local cluster; nothing of a request passes through it."""
@@ -254,7 +256,7 @@ def load_config(
 
 def _read_document(path: Path) -> dict[str, object]:
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise StartupError(f"cannot read the configuration {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

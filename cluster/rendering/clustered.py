@@ -6,6 +6,7 @@ worker alone, so these keys follow from the place, and only they.
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -13,7 +14,6 @@ from cluster.config import ClusterConfig, PoolConfig
 from protocol.errors import StartupError
 from protocol.ids import Role
 
-LOOPBACK = "127.0.0.1"
 ALL_ADDRESSES = "0.0.0.0"  # noqa: S104  # of a node, where clients come from outside
 ON_HEAD = {"node:__internal_head__": 0.001}
 """Ray's own name for its head node, of which there is one."""
@@ -86,4 +86,14 @@ def _placed_by_default(role: Role) -> str:
 
 
 def _reachable(host: str, instead: str) -> str:
-    return instead if host == LOOPBACK else host
+    return instead if is_loopback(host) else host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nothing but its own machine reaches that address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -20,6 +20,7 @@ from cluster.rendering.kuberay_pods import (
     head_template,
     worker_template,
 )
+from cluster.rendering.refusals import check_for_hosts, check_for_pods
 from cluster.rendering.serve_config import serve_config
 from protocol.errors import StartupError
 
@@ -28,7 +29,9 @@ Yaml = dict[str, Any]
 
 def kuberay_documents(config: ClusterConfig) -> list[Yaml]:
     """The manifests, in the order in which they are applied. Raises `StartupError`."""
+    check_for_hosts(config)
     here = in_pods(clustered(config))
+    check_for_pods(here)
     groups = pod_groups(here)
     return [*objects_beside(here, groups), _ray_service(here, groups)]
 

@@ -53,8 +53,11 @@ _LOCKS_MEMORY = {
 
 
 def labels(config: ClusterConfig, component: str | None = None) -> dict[str, str]:
-    """By which policies and services find our pods, whichever RayCluster they are of."""
-    found = {"app.kubernetes.io/name": "splitserve", "app.kubernetes.io/instance": config.deploy.name}
+    """By which policies and services find our pods, whichever RayCluster they are of.
+
+    Not `app.kubernetes.io/name`: the operator's service of the head looks for pods that have its own there.
+    """
+    found = {"app.kubernetes.io/part-of": "splitserve", "app.kubernetes.io/instance": config.deploy.name}
     return found | ({"app.kubernetes.io/component": component} if component else {})
 
 
@@ -178,14 +181,15 @@ def _from_secret(variable: str, secret: str, key: str) -> Yaml:
 
 def _download(config: ClusterConfig, limits: dict[str, str]) -> Yaml:
     """The init container that brings the model; no probe of the pod counts until it is done."""
-    token_secret = config.deploy.kuberay.hub_token_secret
+    kuberay = config.deploy.kuberay
+    token_secret = kuberay.hub_token_secret
     token = [_from_secret("HF_TOKEN", token_secret, "token")] if token_secret else []
     size = {name: limits[name] for name in ("cpu", "memory")}  # the pod has them already
     return {
         "name": "model",
         "image": config.deploy.image,
         "command": ["splitserve", "download", config.model, "--set", f"cache_dir={config.cache_dir}"],
-        "env": [*token, *_variables(_hub_variables())],
+        "env": [*token, *_variables(_hub_variables() | kuberay.environment)],
         "resources": _resources(size),
         "securityContext": _container_security(),
         "volumeMounts": [{"name": "models", "mountPath": MODELS}],
@@ -203,7 +207,8 @@ def _volumes(config: ClusterConfig) -> list[Yaml]:
     kuberay = config.deploy.kuberay
     volumes: list[Yaml] = [{"name": "models"} | _model_source(config)]
     if kuberay.api_key_secret:
-        volumes.append({"name": "api-key", "secret": {"secretName": kuberay.api_key_secret}})
+        secret = {"secretName": kuberay.api_key_secret, "defaultMode": 0o440}
+        volumes.append({"name": "api-key", "secret": secret})
     return volumes
 
 
