@@ -93,7 +93,7 @@ def _no_answer(address: str, error: Exception) -> str:
         )
     if address == "auto":
         return (
-            "no Ray cluster runs on this machine that others may join (`splitserve serve` has one of its own):"
+            "no Ray cluster runs on this machine that others may join (`splitserve serve` keeps its own):"
             " run this on a head node, or name one: --ray-address"
         )
     return f"no Ray cluster answers at {address}"

@@ -105,6 +105,24 @@ def test_no_pod_runs_as_root_or_talks_to_kubernetes() -> None:
             }
 
 
+def test_the_operators_service_of_the_head_finds_our_head() -> None:
+    """It looks for `app.kubernetes.io/name: kuberay`, which pods get unless they say something else."""
+    spec = cluster()
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        assert "app.kubernetes.io/name" not in group["template"]["metadata"]["labels"]
+
+
+def test_the_download_goes_through_the_same_proxy_as_all_else() -> None:
+    for spec in pods({f"{K}.environment": {"HTTPS_PROXY": "http://proxy:3128"}}).values():
+        assert variables(spec["initContainers"][0])["HTTPS_PROXY"] == "http://proxy:3128"
+
+
+def test_the_clients_key_is_not_readable_for_all() -> None:
+    for spec in pods({f"{K}.api_key_secret": "key"}).values():
+        (secret,) = (volume["secret"] for volume in spec["volumes"] if "secret" in volume)
+        assert secret == {"secretName": "key", "defaultMode": 0o440}
+
+
 def test_rdma_lets_only_workers_lock_memory_and_not_what_downloads() -> None:
     found = pods({f"{K}.rdma.resource": "rdma/hca"})
     for name in ("prefill", "decode"):
