@@ -17,6 +17,7 @@ from cluster.rendering.kuberay_pods import (
     API_KEY_FOLDER,
     FAREWELL_S,
     MODELS,
+    container_security,
     head_template,
     worker_template,
 )
@@ -81,7 +82,11 @@ def _ray_cluster(config: ClusterConfig, groups: list[PodGroup]) -> Yaml:
     }
     if grows:
         cluster["enableInTreeAutoscaling"] = True
-        cluster["autoscalerOptions"] = {"version": "v2", "idleTimeoutSeconds": kuberay.autoscaler_idle_s}
+        cluster["autoscalerOptions"] = {
+            "version": "v2",
+            "idleTimeoutSeconds": kuberay.autoscaler_idle_s,
+            "securityContext": container_security(),
+        }
     if kuberay.redis_address:
         cluster["gcsFaultToleranceOptions"] = _redis(config)
     cluster["headGroupSpec"] = {

@@ -144,12 +144,13 @@ def _container(config: ClusterConfig, name: str, ports: dict[str, int], variable
         "image": config.deploy.image,
         "ports": [{"name": key, "containerPort": port} for key, port in (ports | everywhere).items()],
         "env": _environment(config, variables),
-        "securityContext": _container_security(),
+        "securityContext": container_security(),
         "volumeMounts": _mounts(config),
     }
 
 
-def _container_security() -> Yaml:
+def container_security() -> Yaml:
+    """What every container may; namespaces that enforce `restricted` ask for it."""
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
@@ -191,7 +192,7 @@ def _download(config: ClusterConfig, limits: dict[str, str]) -> Yaml:
         "command": ["splitserve", "download", config.model, "--set", f"cache_dir={config.cache_dir}"],
         "env": [*token, *_variables(_hub_variables() | kuberay.environment)],
         "resources": _resources(size),
-        "securityContext": _container_security(),
+        "securityContext": container_security(),
         "volumeMounts": [{"name": "models", "mountPath": MODELS}],
     }
 

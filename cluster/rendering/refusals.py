@@ -14,6 +14,7 @@ RAYS_OWN = "node:"
 """Resources that Ray gives to nodes by itself."""
 FIRST_FREE_PORT = 1024
 """Below it only root may listen, on most hosts."""
+PROXY_PORTS = {"HAProxy's metrics": 9101, "HAProxy's statistics": 8404}
 WORKER_PORTS = range(10002, 20000)
 """Ray hands these out to its worker processes."""
 ENGINE_SHM_BYTES = 16 * 2**20
@@ -59,7 +60,8 @@ def check_for_pods(config: ClusterConfig) -> None:
 
 
 def _check_port(port: int) -> None:
-    taken = {number: name for name, number in (HEAD_PORTS | {"metrics": METRICS_PORT}).items()}
+    ports = HEAD_PORTS | {"metrics": METRICS_PORT} | PROXY_PORTS
+    taken = {number: name for name, number in ports.items()}
     if port in taken or port in WORKER_PORTS:
         used_for = taken.get(port, "worker processes")
         raise StartupError(

@@ -62,6 +62,7 @@ def test_a_pool_that_may_grow_brings_the_autoscaler_and_one_that_may_not_does_no
     grows = cluster({"decode.autoscaling.min_workers": 2, "decode.autoscaling.max_workers": 5})
     assert grows["enableInTreeAutoscaling"] is True
     assert grows["autoscalerOptions"]["version"] == "v2"
+    assert grows["autoscalerOptions"]["securityContext"]["allowPrivilegeEscalation"] is False
     decode = grows["workerGroupSpecs"][1]
     assert (decode["minReplicas"], decode["replicas"], decode["maxReplicas"]) == (2, 2, 5)
     assert "automountServiceAccountToken" not in grows["headGroupSpec"]["template"]["spec"]

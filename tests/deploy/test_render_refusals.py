@@ -31,6 +31,7 @@ def render(target: str, changes: dict[str, object]) -> str:
     [
         ("http.port", 8080, "http.port is 8080"),
         ("http.port", 6379, "gcs-server"),
+        ("http.port", 9101, "HAProxy's metrics"),
         ("http.port", 12000, "worker processes"),
         ("http.port", 80, "pods do not run as root"),
         ("decode.host", "10.0.0.5", "every pod has an address of its own"),
