@@ -15,7 +15,7 @@ from worker_fakes import D0, FINGERPRINT
 
 from cluster.config import load_config
 from cluster.doctor import Diagnosis, Finding, Severity, as_json, exit_code, print_table
-from cluster.doctor.doctor import as_deployed, check_all, examine, pairs_of
+from cluster.doctor.doctor import as_deployed, check_all, examine
 from cluster.doctor.facts import (
     BlockRead,
     Clock,
@@ -29,7 +29,7 @@ from cluster.doctor.facts import (
     WorkerAnswer,
 )
 from cluster.doctor.node import ThisNode
-from cluster.doctor.read_plan import ReadPlan
+from cluster.doctor.read_plan import ReadPlan, pairs_of
 from cluster.doctor.versions import NEEDED
 from cluster.serve_state import write_deployment
 from protocol.errors import TransferFailed
