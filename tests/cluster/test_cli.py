@@ -21,6 +21,7 @@ from cluster.readiness import engines_in_words
 from cluster.serve_failures import explain_failure
 from cluster.serve_port import http_answers, with_free_port
 from cluster.serve_progress import DEMO_IS_SMALL, Report, public_url, what_to_try
+from cluster.serve_run import ClusterRun
 from cluster.serve_state import read_state, state_file, write_start, write_state
 from cluster.status import ClusterStatus, as_json, as_table, look
 from protocol.errors import StartupError
@@ -276,3 +277,12 @@ def test_a_command_without_a_server_says_so(command: list[str], tmp_path: Path) 
     )
     assert done.returncode == 1
     assert done.stderr.startswith("error: no server answers at http://127.0.0.1:1")
+
+
+def test_a_server_that_ends_in_haste_takes_its_word_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    write_start(config())
+    ClusterRun(config(), Report(io.StringIO())).take_word_back()
+    assert not state_file(config()).exists()
