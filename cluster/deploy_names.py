@@ -28,15 +28,17 @@ _HOST = re.compile(r"[A-Za-z0-9_.:-]+")
 
 def _one(pattern: re.Pattern[str], what: str) -> Callable[[str], str]:
     def check(text: str) -> str:
-        _require([text], pattern, what)
+        if not pattern.fullmatch(text):
+            raise ValueError(f"must be {what}")
         return text
 
     return check
 
 
 def _require(texts: Iterable[str], pattern: re.Pattern[str], what: str) -> None:
-    if not all(map(pattern.fullmatch, texts)):
-        raise ValueError(f"must be {what}")
+    for text in texts:
+        if not pattern.fullmatch(text):
+            raise ValueError(f"must be {what}, not {text!r}")
 
 
 def _labels(found: dict[str, str]) -> dict[str, str]:

@@ -66,6 +66,12 @@ def test_a_secret_among_the_variables_is_refused_and_not_repeated(name: str) -> 
     assert "s3cret" not in refusal.value.message
 
 
+def test_a_bad_name_is_told_without_what_stands_beside_it() -> None:
+    with pytest.raises(StartupError, match=r"not 'A B' \(on the command line\)") as refusal:
+        render("kuberay", {f"{K}.environment": {"A B": "x", "KEY": "s3cret"}})
+    assert "s3cret" not in refusal.value.message
+
+
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
