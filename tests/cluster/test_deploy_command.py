@@ -10,13 +10,9 @@ import pytest
 from cluster.attachment import Attachment, find_cluster
 from cluster.cluster_token import cluster_token, kept_token
 from cluster.config import ClusterConfig, load_config
-from cluster.deploy_command import (
-    ON_HEAD,
-    for_deployment,
-    missing_nodes,
-    warnings_of_deployment,
-    what_was_kept,
-)
+from cluster.deploy_command import missing_nodes, warnings_of_deployment, what_was_kept
+from cluster.rendering import for_deployment
+from cluster.rendering.clustered import ON_HEAD
 from cluster.serve_state import read_state, write_deployment
 from protocol.errors import StartupError, WorkerUnavailable
 from protocol.handoff import Fingerprint
