@@ -120,7 +120,7 @@ def test_template_that_meets_too_deep_variables_refuses_them(source: str) -> Non
 
 
 def test_an_event_is_one_line_for_every_client() -> None:
-    """Python's `splitlines`, on which popular clients rely, ends lines at U+0085, U+2028 and U+2029, too."""
+    """Python's `splitlines`, on which many clients rely, ends lines at U+0085, U+2028 and U+2029, too."""
     text = "a\x85b\u2028c\u2029d\x0be\x1cf\né"
     line, *rest = event({"text": text}).decode().splitlines()
     assert rest == [""]
