@@ -16,6 +16,7 @@ from pydantic import ByteSize, Field, ValidationError, model_validator
 from cluster.config_errors import explain
 from cluster.config_section import Section
 from cluster.deploy_config import DeployConfig
+from cluster.deploy_names import RayResources
 from cluster.ray_address import RayAddress
 from cluster.router_config import HttpConfig, RouterConfig
 from cluster.unique_keys import load_yaml
@@ -102,7 +103,7 @@ class PoolConfig(Section):
     """What Ray reserves for one worker."""
     num_gpus: float = Field(default=0.0, ge=0)
     """What Ray reserves for one worker; above 0 the engine computes on the GPU."""
-    resources: dict[str, float] = Field(default_factory=dict)
+    resources: RayResources = Field(default_factory=dict)
     """Custom Ray resources that place this pool, such as {"prefill_host": 1}."""
     host: str = "127.0.0.1"
     """Address that the workers' gRPC listens on and that other hosts reach; auto: the node's own."""

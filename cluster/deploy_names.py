@@ -23,6 +23,9 @@ _RESOURCE = re.compile(rf"{_DOMAIN}/{_PART}")
 _LABEL = re.compile(rf"({_DOMAIN}/)?{_PART}")
 _LABEL_VALUE = re.compile(rf"({_PART})?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_RAY_RESOURCE = re.compile(r"[A-Za-z_][A-Za-z0-9_.:-]*")
+_RAYS_OWN = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "", "object_store_memory": ""}
+"""What Ray refuses among custom resources, and the keys for it."""
 _HOST = re.compile(r"[A-Za-z0-9_.:-]+")
 
 
@@ -54,6 +57,17 @@ def _taints(found: list[str]) -> list[str]:
     return found
 
 
+def _ray_resources(found: dict[str, float]) -> dict[str, float]:
+    _require(found, _RAY_RESOURCE, "names of letters, digits, '_', '.', ':' and '-'")
+    for name, amount in found.items():
+        if name in _RAYS_OWN:
+            key = _RAYS_OWN[name]
+            raise ValueError(f"must be custom resources, not {name}" + (f": use {key}" if key else ""))
+        if amount < 0:
+            raise ValueError(f"must be amounts of 0 or more, not {amount:g} of {name}")
+    return found
+
+
 def _variables(found: dict[str, str]) -> dict[str, str]:
     _require(found, _VARIABLE, "variables with names of letters, digits and '_'")
     return found
@@ -74,5 +88,7 @@ Host = Annotated[str, AfterValidator(_one(re.compile(rf"({_HOST.pattern})?"), "a
 """Or nothing."""
 Hosts = Annotated[list[str], AfterValidator(_hosts)]
 Labels = Annotated[dict[str, str], AfterValidator(_labels)]
+RayResources = Annotated[dict[str, float], AfterValidator(_ray_resources)]
+"""Custom ones, and how much of them."""
 Taints = Annotated[list[str], AfterValidator(_taints)]
 Variables = Annotated[dict[str, str], AfterValidator(_variables)]

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from cluster.config_section import Section
+from cluster.deploy_names import RayResources
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 """0 takes a free one."""
@@ -56,5 +57,5 @@ class RouterConfig(Section):
     """How long there must have been no prefill worker before decode workers do without."""
     max_num_choices: int | None = Field(default=None, ge=1)
     """Largest `n` of a request; null: 16, or the smaller of both pools' `max_num_seqs` if that is less."""
-    resources: dict[str, float] = Field(default_factory=dict)
+    resources: RayResources = Field(default_factory=dict)
     """Custom Ray resources that place the router. `splitserve deploy` puts it on the head node if empty."""

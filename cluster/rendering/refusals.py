@@ -26,6 +26,12 @@ SECRETS = {
     "HF_TOKEN": "hub_token_secret",
 }
 """Variables that no manifest shall show, and the keys that name a secret instead."""
+SECRETS_OF_HOSTS = {
+    "SPLITSERVE_CLUSTER_TOKEN": "`splitserve deploy` makes one on the head node and keeps it there",
+    "RAY_AUTH_TOKEN": "name its file in deploy.ray_up.auth_token_file",
+    "HF_TOKEN": "copy its file to ~/.cache/huggingface/token with deploy.ray_up.file_mounts",
+}
+"""Variables that no file for `ray up` shall show, and how hosts come to them instead."""
 
 
 def check_for_hosts(config: ClusterConfig) -> None:
@@ -43,6 +49,15 @@ def check_for_hosts(config: ClusterConfig) -> None:
             raise StartupError(
                 f"router.resources asks for {name}, which no host will offer: those of the pools offer"
                 f" {', '.join(sorted(offered))}, the head node:__internal_head__"
+            )
+
+
+def check_for_ssh(config: ClusterConfig) -> None:
+    """For the file of `ray up`. Raises `StartupError`."""
+    for name, instead in SECRETS_OF_HOSTS.items():
+        if name in config.deploy.ray_up.environment:
+            raise StartupError(
+                f"deploy.ray_up.environment holds {name}, which the file would show to all: {instead}"
             )
 
 

@@ -60,9 +60,11 @@ def test_kuberay(key: str, value: object, says: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["SPLITSERVE_CLUSTER_TOKEN", "RAY_AUTH_TOKEN", "HF_TOKEN"])
-def test_a_secret_among_the_variables_is_refused_and_not_repeated(name: str) -> None:
-    with pytest.raises(StartupError, match=f"{name}.*_secret") as refusal:
-        render("kuberay", {f"{K}.environment": {name: "s3cret"}})
+@pytest.mark.parametrize("target", ["kuberay", "ray-up"])
+def test_a_secret_among_the_variables_is_refused_and_not_repeated(name: str, target: str) -> None:
+    section = {"kuberay": K, "ray-up": R}[target]
+    with pytest.raises(StartupError, match=f"{section}.environment holds {name}, .* to all: ") as refusal:
+        render(target, {f"{section}.environment": {name: "s3cret"}})
     assert "s3cret" not in refusal.value.message
 
 
