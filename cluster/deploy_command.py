@@ -23,7 +23,7 @@ from cluster.readiness import engines_in_words, wait_until_ready
 from cluster.rendering import for_deployment
 from cluster.serve_progress import Report, what_to_try
 from cluster.serve_run import prepare_model
-from cluster.serve_state import state_file, write_deployment
+from cluster.serve_state import ServerState, read_start, read_state, state_file, write_deployment
 from protocol.errors import StartupError, WorkerUnavailable
 from protocol.ids import Role
 from protocol.membership import WorkerRecord
@@ -48,6 +48,7 @@ def deploy_cluster(config: ClusterConfig, report: Report, builders: Builders | N
     """
     config = for_deployment(config)
     check_configuration(config)
+    _check_no_server_of_its_own(config)
     report.headline(config)
     for line in warnings_of_deployment(config):
         report.step(line)
@@ -78,7 +79,14 @@ def undeploy_cluster(config: ClusterConfig, report: Report) -> None:
             _take_down(config, report)
         else:
             report.step(f"nothing is deployed on the Ray cluster at {address}")
-    state_file(config).unlink(missing_ok=True)
+    if server_of_its_own(config) is None:
+        state_file(config).unlink(missing_ok=True)
+
+
+def server_of_its_own(config: ClusterConfig) -> ServerState | None:
+    """The `splitserve serve` that runs or starts on this machine and port, whose word is not ours."""
+    state = read_state(config) or read_start(config)
+    return None if state is None or state.is_deployed else state
 
 
 def warnings_of_deployment(config: ClusterConfig) -> list[str]:
@@ -108,6 +116,14 @@ def what_was_kept(before: Sequence[WorkerRecord], after: Sequence[WorkerRecord])
         num_kept = sum(identity in known for identity in identities)
         lines.append(f"{role.value}: {num_kept} run on, {len(identities) - num_kept} new")
     return lines
+
+
+def _check_no_server_of_its_own(config: ClusterConfig) -> None:
+    if (server := server_of_its_own(config)) is not None:
+        raise StartupError(
+            f"`splitserve serve` (pid {server.pid}) has port {config.http.port} of this machine: end it,"
+            " or choose another --port"
+        )
 
 
 @contextmanager
