@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +26,9 @@ app = typer.Typer(
 )
 
 Host = Annotated[str | None, typer.Option(help="Address to listen on (default: 127.0.0.1).")]
+_NOT_WRITTEN = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG)
+"""What a disk, or a pipe to one, says to output; files that we write ourselves raise `StartupError`."""
+
 ListenPort = Annotated[
     int | None, typer.Option(help="Port to listen on; 0 takes a free one (default: 8000).")
 ]
@@ -220,9 +225,18 @@ app.command()(undeploy)
 def main() -> None:
     """Entry point of the console script."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # a full disk shows here, and not at the interpreter's end
     except SplitserveError as error:
         typer.echo(f"error: {error.message}", err=True)
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in _NOT_WRITTEN:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the end flushes once more
+        typer.echo(f"error: the output cannot be written: {error.strerror}", err=True)
         sys.exit(1)
 
 

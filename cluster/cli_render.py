@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli_options import Config, Set, read_config
+from protocol.errors import StartupError
 
 
 class Target(StrEnum):
@@ -39,6 +40,8 @@ def render(
     from cluster.rendering import as_stream, render_files, write_files
 
     files = render_files(target.value, settings)
+    if not output:
+        raise StartupError("--output is empty: name a folder, or - for the terminal")
     if output == "-":
         typer.echo(as_stream(files), nl=False)
         return

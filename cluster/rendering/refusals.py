@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 
 from cluster.config import ClusterConfig
-from cluster.rendering.clustered import pool_resources
+from cluster.rendering.clustered import is_loopback, pool_resources
 from cluster.rendering.kuberay_pods import HEAD_PORTS, METRICS_PORT
 from protocol.errors import StartupError
 from protocol.ids import Role
@@ -59,11 +59,23 @@ def check_for_ssh(config: ClusterConfig) -> None:
             raise StartupError(
                 f"deploy.ray_up.environment holds {name}, which the file would show to all: {instead}"
             )
+    _check_port(config.http.port, "on the head node")
+    head, hosts = config.deploy.ray_up.head.host, _hosts(config)
+    if is_loopback(head) and not all(map(is_loopback, hosts)):
+        raise StartupError(
+            f"deploy.ray_up.head.host is {head}, by which no other host reaches it: give its address"
+        )
+
+
+def _hosts(config: ClusterConfig) -> list[str]:
+    ray_up = config.deploy.ray_up
+    return [*ray_up.prefill.hosts, *ray_up.decode.hosts]
 
 
 def check_for_pods(config: ClusterConfig) -> None:
     """`config` is that of several hosts already. Raises `StartupError`."""
-    _check_port(config.http.port)
+    _check_port(config.http.port, "in the pods")
+    _check_unprivileged(config.http.port)
     _check_secrets(config)
     for role in Role:
         host = config.pool(role).host
@@ -74,14 +86,17 @@ def check_for_pods(config: ClusterConfig) -> None:
         _check_shm(config, role)
 
 
-def _check_port(port: int) -> None:
+def _check_port(port: int, where: str) -> None:
     ports = HEAD_PORTS | {"metrics": METRICS_PORT} | PROXY_PORTS
     taken = {number: name for name, number in ports.items()}
     if port in taken or port in WORKER_PORTS:
         used_for = taken.get(port, "worker processes")
         raise StartupError(
-            f"http.port is {port}, which Ray uses for its {used_for} in the pods: choose another"
+            f"http.port is {port}, which Ray uses for its {used_for} {where}: choose another"
         )
+
+
+def _check_unprivileged(port: int) -> None:
     if port < FIRST_FREE_PORT:
         raise StartupError(
             f"http.port is {port}, but pods do not run as root: choose one from {FIRST_FREE_PORT}, and let"

@@ -279,6 +279,17 @@ def test_a_command_without_a_server_says_so(command: list[str], tmp_path: Path) 
     assert done.stderr.startswith("error: no server answers at http://127.0.0.1:1")
 
 
+@pytest.mark.parametrize("command", [["render", "serve"], ["--version"]])
+def test_output_that_nothing_takes_is_an_error_in_words(command: list[str]) -> None:
+    splitserve = Path(sys.executable).parent / "splitserve"
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [splitserve, *command], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr == "error: the output cannot be written: No space left on device\n"
+
+
 def test_a_server_that_ends_in_haste_takes_its_word_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

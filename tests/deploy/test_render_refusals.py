@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from cluster.cli import app
 from cluster.config import load_config
 from cluster.rendering import render_files
 from protocol.errors import StartupError
@@ -81,6 +83,10 @@ def test_a_bad_name_is_told_without_what_stands_beside_it() -> None:
         (f"{R}.decode.hosts", [""], "addresses of hosts"),
         (f"{R}.decode.hosts", ["a'b"], "addresses of hosts"),
         (f"{R}.head.host", "two words", "a name or an address"),
+        (f"{R}.head.host", "localhost", "no other host reaches it"),
+        (f"{R}.head.host", "127.0.1.1", "no other host reaches it"),
+        ("http.port", 6379, "gcs-server on the head node"),
+        ("http.port", 12000, "worker processes on the head node"),
         (f"{R}.environment", {"A B": "x"}, "must be variables"),
         ("router.resources", {"router_host": 1}, "no host will offer"),
         ("model", "../model", "another folder"),
@@ -101,3 +107,14 @@ def test_every_name_of_the_loopback_gives_way_to_addresses_that_others_reach(hos
 def test_the_router_may_be_placed_where_a_pool_is_or_on_a_node_of_rays_naming() -> None:
     for name in ("splitserve_decode", "node:__internal_head__"):
         assert name in render("kuberay", {"router.resources": {name: 0.1}})
+
+
+def test_a_single_host_may_be_called_by_its_loopback() -> None:
+    hosts = {f"{R}.{part}.hosts": ["localhost"] for part in ("prefill", "decode")}
+    assert "--node-ip-address=127.0.0.1" in render("ray-up", hosts | {f"{R}.head.host": "127.0.0.1"})
+
+
+def test_an_empty_output_is_not_this_folder() -> None:
+    ended = CliRunner().invoke(app, ["render", "serve", "-o", ""])
+    assert isinstance(ended.exception, StartupError)
+    assert ended.exception.message.startswith("--output is empty")
