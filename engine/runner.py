@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.captured_decoding import Capture, CapturedDecoding
 from engine.device import wait_for
 from engine.host_kv_pool import HostKvPool
 from engine.kv_cache import KvCache
@@ -42,14 +43,23 @@ class ModelRunner:
         kv_cache: KvCache,
         eos_token_ids: tuple[int, ...],
         host_pool: HostKvPool | None = None,
+        capture: Capture | None = None,
+        max_sequences: int = MAX_SEQUENCES,
     ) -> None:
-        """`host_pool` is where plans that swap do it; without one they are faults."""
+        """`host_pool` is where plans that swap do it; without one they are faults.
+
+        With a `capture` all steps that only decode are captured, of up to `max_sequences` sequences.
+        """
         self._model = model
         self._kv_cache = kv_cache
         self._host_pool = host_pool
         draw = model.ops.draw if isinstance(model.ops, Drawer) else draw_with_torch
         self._sampler = Sampler(eos_token_ids, draw)
-        self._decoding = RecordedDecoding.create(model, kv_cache.blocks)
+        self._decoding: RecordedDecoding | CapturedDecoding | None
+        if capture is None:
+            self._decoding = RecordedDecoding.create(model, kv_cache.blocks)
+        else:
+            self._decoding = CapturedDecoding(model, kv_cache.blocks, capture, max_sequences)
 
     @property
     def ops_name(self) -> str:
@@ -70,12 +80,16 @@ class ModelRunner:
             return result
 
     def _step(self, plan: StepPlan) -> StepResult:
-        if self._decoding is not None and plan.num_decodes == len(plan.slices) <= MAX_SEQUENCES:
-            return self._decode(plan.slices, self._decoding)
+        decoding = self._decoding
+        if decoding is not None and plan.num_decodes == len(plan.slices) <= decoding.max_sequences:
+            return self._decode(plan.slices, decoding)
         return self._compute(plan.slices)
 
     def warm_up(self, num_tokens: int = 64) -> None:
         """Run a prefill and a decode into the null block, so that the first request finds all warm."""
+        if isinstance(self._decoding, CapturedDecoding):
+            with torch.inference_mode():
+                self._decoding.warm_up()
         num_tokens = min(num_tokens, self._model.max_model_len - 1)
         sequence = Sequence(
             seq_id=SequenceId("warm-up"),
@@ -110,7 +124,7 @@ class ModelRunner:
         logits = self._logits(hidden, last_rows[due].astype(np.int64))
         return self._choose(slices, due, logits, scores)
 
-    def _decode(self, slices: Items[Slice], decoding: RecordedDecoding) -> StepResult:
+    def _decode(self, slices: Items[Slice], decoding: RecordedDecoding | CapturedDecoding) -> StepResult:
         """As `_compute`, for slices that are all decodes."""
         logits = decoding.logits([part.sequence for part in slices])
         return self._choose(slices, range(len(slices)), logits, {})

@@ -15,7 +15,7 @@ import torch
 from engine.model.config import ModelConfig
 from engine.model.rope import rope_tables
 from engine.model.weights import LayerWeights, ModelWeights
-from engine.ops import Ops, StepAttention
+from engine.ops import Ops, RotatingAttention, StepAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +123,26 @@ class DecoderModel:
     ) -> torch.Tensor:
         config, layer = self.config, self._weights.layers[index]
         heads = self.ops.linear(x, layer.qkv).view(x.shape[0], -1, config.head_dim)
-        values_start = config.num_heads + config.num_kv_heads
         self._normalise_heads(layer, heads)
-        rotated = self.ops.rope(heads[:, :values_start], *rotation)
-        attention.write(index, rotated[:, config.num_heads :], heads[:, values_start:])
-        attended = attention.attend(index, rotated[:, : config.num_heads], config.windows[index])
+        if isinstance(attention, RotatingAttention):
+            queries = attention.rotate_and_write(index, heads, config.num_heads, *rotation)
+        else:
+            queries = self._rotate_then_write(index, heads, rotation, attention)
+        attended = attention.attend(index, queries, config.windows[index])
         return self.ops.linear(attended.view(x.shape[0], -1), layer.output)
+
+    def _rotate_then_write(
+        self,
+        index: int,
+        heads: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        attention: StepAttention,
+    ) -> torch.Tensor:
+        num_heads = self.config.num_heads
+        values_start = num_heads + self.config.num_kv_heads
+        rotated = self.ops.rope(heads[:, :values_start], *rotation)
+        attention.write(index, rotated[:, num_heads:], heads[:, values_start:])
+        return rotated[:, :num_heads]
 
     def _normalise_heads(self, layer: LayerWeights, heads: torch.Tensor) -> None:
         if layer.q_norm is None or layer.k_norm is None:

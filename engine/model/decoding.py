@@ -27,6 +27,7 @@ class RecordedDecoding:
         """`recorder` is the model's ops; `kv_blocks` [blocks, layers, 2, kv_heads, block_size, head_dim]
         stays where it is.
         """
+        self.max_sequences = MAX_SEQUENCES
         self._model = model
         self._recorder = recorder
         self._kv_blocks = kv_blocks

@@ -1,4 +1,4 @@
-"""Repairs Triton's interpreter for bfloat16 and float8, which it computes wrongly, and lets it check memory.
+"""Repairs Triton's interpreter for bfloat16 and float8, which it gets wrong, and lets it check memory.
 
 The interpreter keeps bfloat16 as raw 16-bit integers: it rounds by cutting off, adds and multiplies the
 integers, and feeds them to `dot`. Its conversions to float8 lose carries and do not saturate. Here the

@@ -44,13 +44,22 @@ def layout_of(parts: list[tuple[int, int]], block_size: int) -> BatchLayout:
     )
 
 
+def make_cache(model: ServedModel, num_blocks: int) -> torch.Tensor:
+    shape = (num_blocks, model.num_layers, 2, model.num_kv_heads, model.block_size, model.head_dim)
+    return torch.zeros(shape, dtype=model.dtype)
+
+
+def launch_attention(model: ServedModel, ops: TritonOps, parts: list[tuple[int, int]]) -> None:
+    layout = layout_of(parts, model.block_size)
+    queries = torch.zeros(layout.num_rows, model.num_heads, model.head_dim, dtype=model.dtype)
+    ops.attention(layout, make_cache(model, 4)).attend(1, queries, None)
+
+
 def launch_step(model: ServedModel, ops: TritonOps, parts: list[tuple[int, int]]) -> None:
     """All kernels of a layer, once for each layer."""
     layout = layout_of(parts, model.block_size)
     rows = layout.num_rows
-    cache_shape = (4, model.num_layers, 2, model.num_kv_heads, model.block_size, model.head_dim)
-    cache = torch.zeros(cache_shape, dtype=model.dtype)
-    attention = ops.attention(layout, cache)
+    attention = ops.attention(layout, make_cache(model, 4))
     x = torch.zeros(rows, model.hidden, dtype=model.dtype)
     weight = torch.zeros(model.hidden, dtype=model.dtype)
     head_weight = torch.zeros(model.head_dim, dtype=model.dtype)
@@ -69,8 +78,7 @@ def launch_step(model: ServedModel, ops: TritonOps, parts: list[tuple[int, int]]
 
 def launch_moves(model: ServedModel, num_blocks: int) -> None:
     """Half of the heads of some blocks, out and in."""
-    shape = (num_blocks + 1, model.num_layers, 2, model.num_kv_heads, model.block_size, model.head_dim)
-    cache = torch.zeros(shape, dtype=model.dtype)
+    cache = make_cache(model, num_blocks + 1)
     ids = torch.arange(1, num_blocks + 1, dtype=torch.int32)
     for first_head, num_heads in ((0, 1), (1, model.num_kv_heads - 1)):
         scatter_parts(gather_parts(cache, ids, first_head, num_heads), cache, ids, first_head)

@@ -1,4 +1,4 @@
-"""The ops in Triton, for NVIDIA and AMD GPUs. Importing this needs `triton`, so nobody does without a GPU."""
+"""The ops in Triton, for NVIDIA and AMD GPUs. Importing this needs `triton`: only engines on GPUs do."""
 
 from engine.ops.triton.blocks import gather_parts, scatter_parts
 from engine.ops.triton.ops import TritonOps

@@ -11,7 +11,10 @@ from engine.ops.triton.tuning import Tuning
 
 
 class TritonAttention:
-    """Implements `RotatingAttention`. The layout is uploaded once, when the step first needs it."""
+    """Implements `RotatingAttention` and `UploadedAttention`.
+
+    The layout is uploaded when the step first needs it.
+    """
 
     def __init__(self, layout: BatchLayout, kv_blocks: torch.Tensor, tuning: Tuning) -> None:
         self._layout = layout
@@ -19,13 +22,14 @@ class TritonAttention:
         self._tuning = tuning
         self._uploaded: StepTables | None = None
 
-    def upload(self) -> None:
-        """Read the layout, anew if it was read before: into the same memory, which launches may know."""
+    def upload(self) -> StepTables:
+        """See `UploadedAttention`."""
         queries_per_tile = self._tuning.prefill.queries
         if self._uploaded is None:
             self._uploaded = StepTables.upload(self._layout, queries_per_tile, self._kv_blocks.device)
         else:
             self._uploaded.refill(self._layout, queries_per_tile)
+        return self._uploaded
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         launch.write_kv(keys, values, self._kv_blocks, self._tables().slots, layer)
@@ -49,10 +53,7 @@ class TritonAttention:
         return output
 
     def _tables(self) -> StepTables:
-        if self._uploaded is None:
-            self.upload()
-        assert self._uploaded is not None
-        return self._uploaded
+        return self._uploaded or self.upload()
 
     def _attend_decodes(
         self, output: torch.Tensor, queries: torch.Tensor, tables: StepTables, layer: int, window: int

@@ -50,9 +50,7 @@ class Tuning:
             raise StartupError(f"the Triton ops compute in float32, float16 and bfloat16, not in {dtype}")
         if head_dim > MAX_HEAD_DIM or head_dim % 2:
             raise StartupError(f"the Triton ops take even head sizes up to {MAX_HEAD_DIM}, not {head_dim}")
-        driver = _active_driver()
-        target = driver.get_current_target()
-        properties = driver.utils.get_device_properties(driver.get_current_device())
+        target, properties = _current_gpu()
         tiles = _AMD if target.backend == "hip" else _NVIDIA
         decode, prefill = tiles[dtype.itemsize][padded(head_dim, 64)]
         return cls(decode, prefill, properties["multiprocessor_count"])
@@ -66,16 +64,21 @@ class Tuning:
         return min(padded(wanted + 1) // 2, MAX_SPLITS) if wanted else 1
 
 
-def _active_driver() -> Any:
+def _current_gpu() -> tuple[Any, dict[str, int]]:
+    """(Triton's target, properties)."""
     from triton.runtime.driver import driver
 
-    return driver.active
+    try:
+        gpu = driver.active
+        return gpu.get_current_target(), gpu.utils.get_device_properties(gpu.get_current_device())
+    except RuntimeError as error:
+        raise StartupError(f"Triton finds no GPU that it supports: {error}") from error
 
 
 # By bytes per number, then by head dimension: decode, prefill.
 _NVIDIA = {
     2: {
-        64: (Tile(64, 4, 3), Tile(64, 4, 3, queries=128)),
+        64: (Tile(64, 4, 3), Tile(64, 8, 3, queries=128)),
         128: (Tile(64, 4, 3), Tile(64, 8, 2, queries=128)),
         256: (Tile(32, 4, 2), Tile(32, 8, 2, queries=128)),
     },

@@ -1,4 +1,4 @@
-"""A whole model on the Triton ops says what it says on torch's, and the ops are what torch expects of ops."""
+"""A whole model on the Triton ops says what it says on torch's, and they are what torch expects of ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done to each row for itself: norms, the gate of the MLP, rotation, and the write into the cache."""
+"""What is done to each row for itself: norm, the gate of the MLP, rotation, the write into the cache."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def rope(
 
 @triton.jit(do_not_specialize=["layer"])
 def rope_and_write(
-    heads: tl.tensor,  # [rows, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]: queries (rotated in place), keys, values
+    heads: tl.tensor,  # [rows, queries (rotated in place) + keys + values, HEAD_DIM]
     cache: tl.tensor,
     cos: tl.tensor,  # [rows, HEAD_DIM]
     sin: tl.tensor,
