@@ -6,10 +6,18 @@ from collections.abc import Callable
 
 import torch
 
-from engine.ops import Recording
+from engine.captured_decoding import Capture
+from engine.ops import Ops, Recording, TorchOps
 
 _NUM_WARM_UPS = 2
 """What is done before: kernels are compiled and loaded, and libraries make their workspaces."""
+
+
+def capture_for(ops: Ops, device: torch.device) -> Capture | None:
+    """None where nothing is captured: on CPUs, and with ops that group sequences by what they hold."""
+    if device.type != "cuda" or isinstance(ops, TorchOps):
+        return None
+    return GraphCapture(device)
 
 
 class GraphCapture:

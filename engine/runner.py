@@ -43,6 +43,7 @@ class ModelRunner:
         kv_cache: KvCache,
         eos_token_ids: tuple[int, ...],
         host_pool: HostKvPool | None = None,
+        *,
         capture: Capture | None = None,
         max_sequences: int = MAX_SEQUENCES,
     ) -> None:

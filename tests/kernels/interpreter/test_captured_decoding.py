@@ -1,8 +1,9 @@
-"""Captured decode steps: that they can be captured, and say what unpadded steps say, whoever joins or leaves."""
+"""Captured decode steps say what unpadded ones say, whoever joins or leaves, and leave no wait behind."""
 
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -137,4 +138,4 @@ def test_buckets_are_few_and_near(most: int) -> None:
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == most
     assert len(sizes) <= 64
-    assert all(larger <= 2 * smaller for smaller, larger in zip(sizes, sizes[1:], strict=False))
+    assert all(larger <= 2 * smaller for smaller, larger in pairwise(sizes))
