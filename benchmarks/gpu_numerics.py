@@ -72,7 +72,7 @@ def kernel_findings(
         actual = ops.attention(layout, cache).attend(1, queries, window)
         expected = oracle.attention(layout, cache.float()).attend(1, queries.float(), window)
         decodes = torch.tensor(
-            [queries == 1 for _, queries in parts for _ in range(queries)], device=device
+            [count == 1 for _, count in parts for _ in range(count)], device=device
         )
         yield compare(f"decode attention, window {window}:", actual[decodes], expected[decodes])
         yield compare(f"prefill attention, window {window}:", actual[~decodes], expected[~decodes])
@@ -104,10 +104,10 @@ def model_findings(
     name: str,
     description: dict[str, object],
     ops: Ops,
+    *,
     device: torch.device,
     dtype: torch.dtype,
     capture: Capture,
-    *,
     prompt: int = 700,
     num_tokens: int = 16,
 ) -> Iterator[Finding]:

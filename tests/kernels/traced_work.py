@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from engine.ops import Recording
 
-_WAITS_FOR_THE_DEVICE = ("_local_scalar_dense", "nonzero", "_unique", "masked_select")
+_WAITS_FOR_THE_DEVICE = ("item", "_local_scalar_dense", "nonzero", "_unique", "masked_select")
 Operation = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
 
 
