@@ -147,7 +147,9 @@ def rope_and_write(
     offsets = layer.to(tl.int64) * LAYER_STRIDE + tl.where(is_value, VALUE_STRIDE, 0)
     offsets += slot // BLOCK_SIZE * BLOCK_STRIDE + slot % BLOCK_SIZE * HEAD_DIM
     cached = cache + offsets + kv_heads * HEAD_STRIDE + dims[None, :]
-    is_written = exists & (numbers >= NUM_HEADS)[:, None] & (slot >= BLOCK_SIZE)
+    # The interpreter cannot combine this mask with a single bit, so the slot sets a limit.
+    limit = tl.where(slot >= BLOCK_SIZE, NUM_HEADS + 2 * NUM_KV_HEADS, 0)
+    is_written = inside & ((numbers >= NUM_HEADS) & (numbers < limit))[:, None]
     tl.store(cached, first.to(cache.dtype.element_ty), mask=is_written)
     tl.store(cached + HEAD_DIM // 2, second.to(cache.dtype.element_ty), mask=is_written)
 
