@@ -50,6 +50,7 @@ def kernel_findings(
     ops: Ops,
     device: torch.device,
     dtype: torch.dtype,
+    *,
     heads: tuple[int, int, int],
     parts: list[tuple[int, int]],
 ) -> Iterator[Finding]:
@@ -71,9 +72,7 @@ def kernel_findings(
     for window in (None, 200):
         actual = ops.attention(layout, cache).attend(1, queries, window)
         expected = oracle.attention(layout, cache.float()).attend(1, queries.float(), window)
-        decodes = torch.tensor(
-            [count == 1 for _, count in parts for _ in range(count)], device=device
-        )
+        decodes = torch.tensor([count == 1 for _, count in parts for _ in range(count)], device=device)
         yield compare(f"decode attention, window {window}:", actual[decodes], expected[decodes])
         yield compare(f"prefill attention, window {window}:", actual[~decodes], expected[~decodes])
     written, wide = cache.clone(), cache.float()

@@ -43,7 +43,7 @@ def test_kernels_that_are_right_are_found_to_be(ops: Ops) -> None:
     import gpu_numerics
 
     parts = [(70, 1), (1, 1), (20, 20)]
-    findings = list(gpu_numerics.kernel_findings(ops, CPU, torch.float32, (2, 2, 16), parts))
+    findings = list(gpu_numerics.kernel_findings(ops, CPU, torch.float32, heads=(2, 2, 16), parts=parts))
     assert [finding for finding in findings if not finding.is_good] == []
     assert len(findings) >= 12
 
@@ -52,7 +52,9 @@ def test_a_wrong_kernel_is_found(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> N
     import gpu_numerics
 
     monkeypatch.setattr(ops, "rms_norm", lambda x, weight, eps: x * weight)
-    findings = list(gpu_numerics.kernel_findings(ops, CPU, torch.float32, (2, 2, 16), [(4, 1), (3, 3)]))
+    findings = list(
+        gpu_numerics.kernel_findings(ops, CPU, torch.float32, heads=(2, 2, 16), parts=[(4, 1), (3, 3)])
+    )
     assert [finding.name.split(":")[0] for finding in findings if not finding.is_good] == ["norm"]
 
 
