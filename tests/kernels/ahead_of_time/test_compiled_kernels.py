@@ -181,7 +181,7 @@ def specialised(target, count):
 def test_planted_second_binary_is_caught() -> None:
     with fake_gpu("sm_90") as gpu:
         for number in (1, 2, 16):
-            specialised[(1,)](torch.zeros(1, dtype=torch.int32), number)
+            specialised[(1,)](torch.zeros(1, dtype=torch.int32), number, enable_fp_fusion=True)
         assert len(gpu.binaries(specialised)) == 3
 
 
