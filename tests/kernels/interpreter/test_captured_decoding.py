@@ -24,9 +24,9 @@ from engine.runner import ModelRunner
 from protocol.errors import EngineFault
 
 TUNING = Tuning(Tile(128, 4, 1), Tile(128, 4, 1, queries=64), num_multiprocessors=0)
-JOINS = {0: 5, 2: 30, 3: 17, 5: 15, 9: 1}
+JOINS = {0: 5, 2: 18, 3: 9, 5: 15, 9: 1}
 """Step -> length of the prompt that joins."""
-LENGTH = {5: 8, 30: 5, 17: 9, 15: 4, 1: 5}
+LENGTH = {5: 8, 18: 4, 9: 8, 15: 4, 1: 5}
 """Length of the prompt -> tokens that it decodes."""
 
 

@@ -16,7 +16,7 @@ from engine.ops.triton.tuning import Tile
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
-TINY = {
+TINY: dict[str, object] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 1,
@@ -70,7 +70,7 @@ def test_models_are_compared_eager_and_captured(ops: Ops) -> None:
         device=CPU,
         dtype=torch.float32,
         capture=run_again,
-        prompt=20,
+        prompt=9,
         num_tokens=3,
     )
     assert [finding.error for finding in findings] == [0.0, 0.0]
@@ -88,7 +88,7 @@ def test_whole_steps_are_timed(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> Non
     model = gpu_models.make_model(gpu_models.LLAMA_8B | TINY, ops, CPU, torch.float32)
     steps = list(
         gpu_speed.model_figures(
-            model, run_again, gpu_speed.Limits(1e9, 1e9), batches=(2,), context=20, prompt=20
+            model, run_again, gpu_speed.Limits(1e9, 1e9), batches=(2,), context=20, prompt=9
         )
     )
     assert steps[1]["decode_2x20_tokens"] == (2.0, "tokens/s")
