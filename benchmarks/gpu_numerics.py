@@ -75,7 +75,7 @@ def kernel_findings(
         decodes = torch.tensor([count == 1 for _, count in parts for _ in range(count)], device=device)
         yield compare(f"decode attention, window {window}:", actual[decodes], expected[decodes])
         yield compare(f"prefill attention, window {window}:", actual[~decodes], expected[~decodes])
-    written, wide = cache.clone(), cache.float()
+    written, wide = cache.clone(), cache.clone().float()
     keys, values = random(rows, num_kv_heads, head_dim), random(rows, num_kv_heads, head_dim)
     ops.attention(layout, written).write(1, keys, values)
     oracle.attention(layout, wide).write(1, keys.float(), values.float())
@@ -87,7 +87,7 @@ def kernel_findings(
     yield compare("sum:", summed, total)
     yield compare("norm of the sum:", normalised, oracle.rms_norm(total.float(), weight.float(), 1e-5))
     cos, sin = random(rows, head_dim), random(rows, head_dim)
-    rotated = oracle.rope(queries.float(), cos.float(), sin.float())
+    rotated = oracle.rope(queries.clone().float(), cos.float(), sin.float())
     yield compare("rotation:", ops.rope(queries.clone(), cos, sin), rotated)
     up = random(2 * width, width) * width**-0.5
     gated = oracle.gated(x.float(), oracle.pack_gate_up(up.float(), None))

@@ -53,7 +53,7 @@ def test_a_wrong_kernel_is_found(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(ops, "rms_norm", lambda x, weight, eps: x * weight)
     findings = list(
-        gpu_numerics.kernel_findings(ops, CPU, torch.float32, heads=(2, 2, 16), parts=[(4, 1), (3, 3)])
+        gpu_numerics.kernel_findings(ops, CPU, torch.float32, heads=(2, 2, 16), parts=[(40, 1), (3, 3)])
     )
     assert [finding.name.split(":")[0] for finding in findings if not finding.is_good] == ["norm"]
 

@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["first_word", "num_words"])
+@triton.jit(do_not_specialize=["first_quad", "num_quads"])
 def move_parts(
     blocks: tl.tensor,  # words of the cache
     staging: tl.tensor,  # [blocks moved, planes, num_words], contiguous
     block_ids: tl.tensor,  # [blocks moved] int32
-    first_word: tl.tensor,  # of a part in its plane, a multiple of 4
-    num_words: tl.tensor,  # of a part, a multiple of 4
+    first_quad: tl.tensor,  # of a part in its plane, in units of four words
+    num_quads: tl.tensor,  # of a part
     BLOCK_WORDS: tl.constexpr,
     PLANE_WORDS: tl.constexpr,
     WORDS: tl.constexpr,  # per program
@@ -25,11 +25,10 @@ def move_parts(
     """Grid: (blocks moved, planes, parts of WORDS); a plane is the keys or the values of a layer."""
     number, plane = tl.program_id(0), tl.program_id(1)
     words = tl.program_id(2) * WORDS + tl.arange(0, WORDS)
-    first_word = tl.multiple_of(first_word, 4)
-    num_words = tl.multiple_of(num_words, 4)
+    num_words = num_quads * 4  # so that the compiler sees that four words can be moved at a time
     mask = words < num_words
     block = tl.load(block_ids + number).to(tl.int64)
-    in_cache = blocks + block * BLOCK_WORDS + plane * PLANE_WORDS + first_word + words
+    in_cache = blocks + block * BLOCK_WORDS + plane * PLANE_WORDS + first_quad * 4 + words
     part = number.to(tl.int64) * tl.num_programs(1) + plane
     in_staging = staging + part * num_words + words
     if IS_GATHER:
