@@ -63,10 +63,13 @@ class MemoryCheck:
 
     is_on: bool = False
     ranges: list[tuple[int, int]] = field(default_factory=list)
-    writers: dict[int, Any] = field(default_factory=dict)
+    program: Any = None
+    own: set[int] = field(default_factory=set)
+    """What the program that runs has written; programs run one after the other."""
+    others: set[int] = field(default_factory=set)
 
     def begin_launch(self, arguments: list[Any]) -> None:
-        self.writers = {}
+        self.program, self.own, self.others = None, set(), set()
         self.ranges = [_range(each) for each in arguments if isinstance(each, torch.Tensor)]
 
     def check(self, pointers: Any, mask: Any, what: str) -> Array:
@@ -83,9 +86,13 @@ class MemoryCheck:
 
     def note_writes(self, addresses: Array, program: Any) -> None:
         """Raises `RuntimeError` where another program of the launch has written."""
-        for address in addresses.ravel().tolist():
-            if self.writers.setdefault(address, program) != program:
-                raise RuntimeError(f"write race: {self.writers[address]} and {program} write one address")
+        fresh = set(addresses.ravel().tolist())
+        if self.program != program:
+            self.others |= self.own
+            self.program, self.own = program, set()
+        if not fresh.isdisjoint(self.others):
+            raise RuntimeError(f"write race: {program} and a program before it write one address")
+        self.own |= fresh
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
