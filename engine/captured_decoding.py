@@ -77,7 +77,8 @@ class CapturedDecoding:
         attention.upload()
 
         def compute() -> torch.Tensor:
-            return model.all_logits(model.forward(*tokens_and_positions.unbind(), attention))
+            tokens, positions = tokens_and_positions.unbind()
+            return model.all_logits(model.forward(tokens, positions, attention))
 
         return _Step(inputs, attention, tokens_and_positions, self._capture(compute))
 

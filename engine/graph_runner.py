@@ -29,7 +29,7 @@ class GraphCapture:
 
     def __call__(self, work: Callable[[], torch.Tensor]) -> Recording:
         with torch.cuda.device(self._device):
-            stream = torch.cuda.Stream()
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(_NUM_WARM_UPS):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-_LIBRARY = torch.library.Library("splitserve", "DEF")
+_LIBRARY = torch.library.Library("splitserve", "DEF")  # type: ignore[no-untyped-call]
 
 Launcher = Callable[..., None]
 
@@ -25,8 +25,9 @@ def custom_op(arguments: str) -> Callable[[Launcher], Launcher]:
 
     def register(launcher: Launcher) -> Launcher:
         name = launcher.__name__
-        _LIBRARY.define(f"{name}({arguments}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, launcher, "CompositeExplicitAutograd")
+        schema, tags = f"{name}({arguments}) -> ()", (torch.Tag.pt2_compliant_tag,)
+        _LIBRARY.define(schema, tags=tags)  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, launcher, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"splitserve::{name}", _do_nothing, lib=_LIBRARY)
         op: Launcher = getattr(torch.ops.splitserve, name).default
         return op
