@@ -17,6 +17,7 @@ from cluster.deployment_version import version_of
 from cluster.environment import read_environment
 from cluster.faults import check_faults
 from cluster.own_version import keep_version
+from cluster.rendering import APPLICATION
 from cluster.serve_failures import explain_failure
 from cluster.serve_replica import (
     application_is_deleted,
@@ -26,12 +27,12 @@ from cluster.serve_replica import (
 )
 from cluster.worker_replica import WorkerReplica
 from protocol.errors import StartupError
+from protocol.ids import Role
 from router.deployment import RouterReplica
 from router.http_limits import ClientLimits
 from router.listener import Listen
 
-APPLICATION = "splitserve"
-ROUTER, PREFILL, DECODE = "router", "prefill", "decode"
+ROUTER = "router"
 STOP_S = 5.0
 """How long a replica may take to end once nothing runs on it."""
 ROUTER_STOP_S = 10.0
@@ -60,8 +61,8 @@ def build_application(
 ) -> serve.Application:
     """The application as `serve.run` takes it. Starts nothing."""
     builders = builders or Builders()
-    prefill = _deployment(WorkerReplica, _pool_options(PREFILL, config), config, token)
-    decode = _deployment(WorkerReplica, _pool_options(DECODE, config), config, token)
+    prefill = _deployment(WorkerReplica, _pool_options(Role.PREFILL, config), config, token)
+    decode = _deployment(WorkerReplica, _pool_options(Role.DECODE, config), config, token)
     router_class, listen = _router_class(config)
     router = _deployment(router_class, _router_options(config), config, token)
     limit_s = config.drain_limit_s
@@ -192,12 +193,12 @@ def _router_options(config: ClusterConfig) -> dict[str, Any]:
     }
 
 
-def _pool_options(name: str, config: ClusterConfig) -> dict[str, Any]:
-    pool = config.prefill if name == PREFILL else config.decode
-    autoscaling = autoscaling_of(name, pool)
+def _pool_options(role: Role, config: ClusterConfig) -> dict[str, Any]:
+    pool = config.pool(role)
+    autoscaling = autoscaling_of(role.value, pool)
     number = {"autoscaling_config": autoscaling} if autoscaling else {"num_replicas": pool.num_workers}
     return _WATCH | {
-        "name": name,
+        "name": role.value,
         **number,
         "max_ongoing_requests": 1,  # no request passes through Serve
         "graceful_shutdown_timeout_s": config.drain_limit_s + STOP_S,

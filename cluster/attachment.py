@@ -18,6 +18,8 @@ from protocol.membership import WorkerRecord
 
 DIRECTORY_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
+SOON_TIRED = {"RAY_NUM_REDIS_GET_RETRIES": "1"}
+"""Ray asks a control plane that refuses its token 20 times, for 15 s each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Attachment:
         """Connected to its Ray, whose host:port it is. Raises `WorkerUnavailable` when nothing answers."""
         check_reachable(self.ray_address)
         use_ray_token()
+        export(SOON_TIRED)
         from ray.exceptions import RayError
 
         from cluster import launcher
@@ -57,12 +60,17 @@ def find_cluster(config: ClusterConfig) -> Attachment:
     if config.ray.address is not None:
         return Attachment(config.ray.address, token or (state.cluster_token if state else kept_token()))
     if state is None:
-        raise StartupError(
-            f"no server answers at {public_url(config)}, and none starts there; is it another --port?"
-        )
+        raise no_server(config)
     if not state.is_deployed:
         export(local_ray_variables(state.ray_token))
     return Attachment(state.ray_address, state.cluster_token)
+
+
+def no_server(config: ClusterConfig) -> StartupError:
+    """There is no cluster to ask."""
+    return StartupError(
+        f"no server answers at {public_url(config)}, and none starts there; is it another --port?"
+    )
 
 
 def check_reachable(ray_address: str) -> None:
@@ -73,7 +81,8 @@ def check_reachable(ray_address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
-        raise WorkerUnavailable(f"no Ray cluster answers at {ray_address}: {error}") from error
+        why = error.strerror or error
+        raise WorkerUnavailable(f"no Ray cluster answers at {ray_address}: {why}") from error
 
 
 def _no_answer(address: str, error: Exception) -> str:
@@ -83,7 +92,10 @@ def _no_answer(address: str, error: Exception) -> str:
             " node's ~/.ray/auth_token here, or run this on the head node"
         )
     if address == "auto":
-        return "no Ray cluster runs on this machine: run this on its head node, or name one: --ray-address"
+        return (
+            "no Ray cluster runs on this machine that others may join (`splitserve serve` keeps its own):"
+            " run this on a head node, or name one: --ray-address"
+        )
     return f"no Ray cluster answers at {address}"
 
 

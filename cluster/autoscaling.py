@@ -23,9 +23,8 @@ def autoscaling_of(role: str, pool: PoolConfig) -> AutoscalingConfig | None:
     rules = rules_of(pool)
     if rules is None:
         return None
-    with (
-        warnings.catch_warnings()
-    ):  # Serve 2.60 says that the period has moved to a variable it never reads
+    with warnings.catch_warnings():
+        # Serve 2.60 says that the period has moved to a variable, which it never reads.
         warnings.simplefilter("ignore", DeprecationWarning)
         return AutoscalingConfig(
             min_replicas=rules.min_workers,

@@ -12,7 +12,7 @@ import typer
 from cluster.cli_deploy import deploy, undeploy
 from cluster.cli_doctor import doctor
 from cluster.cli_download import download
-from cluster.cli_options import Config, Set, read_config
+from cluster.cli_options import Config, Port, RayAddress, Set, read_config
 from cluster.cli_render import render
 from protocol.errors import SplitserveError
 
@@ -24,7 +24,9 @@ app = typer.Typer(
 )
 
 Host = Annotated[str | None, typer.Option(help="Address to listen on (default: 127.0.0.1).")]
-Port = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one (default: 8000).")]
+ListenPort = Annotated[
+    int | None, typer.Option(help="Port to listen on; 0 takes a free one (default: 8000).")
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -42,7 +44,7 @@ def serve(
     ] = None,
     config: Config = None,
     host: Host = None,
-    port: Port = None,
+    port: ListenPort = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16 (default: auto).")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + output.")] = None,
@@ -120,8 +122,8 @@ def status(
     *,
     config: Config = None,
     host: Annotated[str | None, typer.Option(help="Address that the server was given.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port of the server (default: 8000).")] = None,
-    ray_address: Annotated[str | None, typer.Option(help="Ray cluster to ask.")] = None,
+    port: Port = None,
+    ray_address: RayAddress = None,
     set_: Set = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
@@ -157,7 +159,7 @@ def drain(
     ] = None,
     config: Config = None,
     port: Port = None,
-    ray_address: Annotated[str | None, typer.Option(help="Ray cluster to ask.")] = None,
+    ray_address: RayAddress = None,
     set_: Set = None,
 ) -> None:
     """Let a worker end its work; it is then replaced. Exit code 1 if it is not gone in time."""
@@ -222,3 +224,7 @@ def main() -> None:
     except SplitserveError as error:
         typer.echo(f"error: {error.message}", err=True)
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

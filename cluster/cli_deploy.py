@@ -6,16 +6,17 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli_options import Config, Set, read_config
+from cluster.cli_options import Config, Port, Set, read_config
 
-Port = Annotated[int | None, typer.Option(help="Port to listen on (default: 8000).")]
-RayAddress = Annotated[
-    str | None, typer.Option(help="Ray cluster, host:port (default: the one of this machine).")
+ListenPort = Annotated[int | None, typer.Option(help="Port to listen on (default: 8000).")]
+HeadAddress = Annotated[
+    str | None,
+    typer.Option("--ray-address", help="Ray cluster, host:port (default: the one of this machine)."),
 ]
 
 
 def deploy(
-    *, config: Config = None, port: Port = None, ray_address: RayAddress = None, set_: Set = None
+    *, config: Config = None, port: ListenPort = None, ray_address: HeadAddress = None, set_: Set = None
 ) -> None:
     """Bring the application to a running Ray cluster, or update it there; returns when it is ready.
 
@@ -29,7 +30,7 @@ def deploy(
 
 
 def undeploy(
-    *, config: Config = None, port: Port = None, ray_address: RayAddress = None, set_: Set = None
+    *, config: Config = None, port: Port = None, ray_address: HeadAddress = None, set_: Set = None
 ) -> None:
     """Take the application off its Ray cluster, which runs on. What is being generated may end."""
     settings = read_config(config, {"http.port": port, "ray.address": ray_address}, set_)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli_options import Config, Set, read_config
+from cluster.cli_options import Config, Port, RayAddress, Set, read_config
 from protocol.errors import StartupError
 
 USAGE_EXIT_CODE = 2
@@ -15,8 +15,8 @@ USAGE_EXIT_CODE = 2
 def doctor(
     *,
     config: Config = None,
-    port: Annotated[int | None, typer.Option(help="Port of the server (default: 8000).")] = None,
-    ray_address: Annotated[str | None, typer.Option(help="Ray cluster whose nodes to look at.")] = None,
+    port: Port = None,
+    ray_address: RayAddress = None,
     url: Annotated[
         str | None, typer.Option(help="Running service to ask as well, such as http://127.0.0.1:8000.")
     ] = None,

@@ -19,6 +19,9 @@ Set = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Any value of the file, such as decode.num_workers=2."),
 ]
 
+Port = Annotated[int | None, typer.Option(help="Port of the server (default: 8000).")]
+RayAddress = Annotated[str | None, typer.Option(help="Ray cluster to ask, host:port or auto.")]
+
 
 def read_config(
     path: Path | None, flags: Mapping[str, object], settings: list[str] | None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import yaml
 from pydantic import ByteSize, Field, ValidationError, model_validator
@@ -16,6 +16,10 @@ from pydantic import ByteSize, Field, ValidationError, model_validator
 from cluster.config_errors import explain
 from cluster.config_section import Section
 from cluster.deploy_config import DeployConfig
+from cluster.deploy_names import RayResources
+from cluster.ray_address import RayAddress
+from cluster.router_config import HttpConfig, RouterConfig
+from cluster.unique_keys import load_yaml
 from protocol.errors import StartupError
 from protocol.ids import Role
 
@@ -28,56 +32,6 @@ ReadFault = Literal["refuse", "fail", "truncate", "bit_flip", "stall", "delay", 
 CallFault = Literal["drop", "lose_reply", "delay", "duplicate", "disconnect"]
 BlockSize = Literal[8, 16, 32, 64, 128]
 Dtype = Literal["auto", "float32", "bfloat16"]
-
-Port = Annotated[int, Field(ge=0, le=65535)]
-"""0 takes a free one."""
-
-
-class HttpConfig(Section):
-    """Where clients connect."""
-
-    host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is every IPv4 address of the machine."""
-    port: Port = 8000
-    """Port to listen on; 0 takes a free one."""
-    api_key_file: Path | None = None
-    """File whose first line clients must send as `Authorization: Bearer`; null: no key asked for."""
-    max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
-    """Longest body of a request; a longer one is answered with 413."""
-    head_timeout_s: float = Field(default=10.0, gt=0)
-    """How long a client may take to send the head of a request. The router's own server only."""
-    read_timeout_s: float = Field(default=30.0, gt=0)
-    """A client that leaves a full buffer unread for so long is cut off, its request aborted. As above."""
-    through: Literal["router", "proxy"] = "router"
-    """router: clients talk to the router's own server; proxy: to Ray Serve's proxy on any node."""
-
-
-class RouterConfig(Section):
-    """Admission and the life of a request."""
-
-    max_num_inflight: int = Field(default=512, ge=1)
-    """Requests in the cluster at once; beyond it 429 with Retry-After."""
-    deadline_s: float = Field(default=600.0, gt=0)
-    """Longest life of a request whose client names no deadline."""
-    worker_wait_s: float = Field(default=30.0, gt=0)
-    """How long a request waits for a worker of a role to appear, or to have room for it."""
-    max_retries: int = Field(default=3, ge=0)
-    """How often in a row a request goes on elsewhere after a worker failed it, without getting on."""
-    overload_retry_after_s: float = Field(default=1.0, ge=0)
-    """What a client that is refused for want of room is told to wait."""
-    frame_timeout_s: float = Field(default=4.0, gt=0)
-    """A worker from which nothing came for so long is taken for dead: what it did is done elsewhere."""
-    local_prefill_tokens: int = Field(default=0, ge=0)
-    """A prompt is computed where it is decoded when no more than so many of its tokens, by estimate, are
-    not cached there; 0: never. `make bench-handoff ARGS="--only local_prefill"` tells where that pays."""
-    local_prefill_on_failure: bool = True
-    """Let decode workers compute prompts when prefill workers fail, or there are none."""
-    prefill_grace_s: float = Field(default=2.0, ge=0)
-    """How long there must have been no prefill worker before decode workers do without."""
-    max_num_choices: int | None = Field(default=None, ge=1)
-    """Largest `n` of a request; null: 16, or the smaller of both pools' `max_num_seqs` if that is less."""
-    resources: dict[str, float] = Field(default_factory=dict)
-    """Custom Ray resources that place the router. `splitserve deploy` puts it on the head node if empty."""
 
 
 class AutoscalingConfig(Section):
@@ -144,18 +98,28 @@ class PoolConfig(Section):
     max_num_prefill_tokens: int | None = Field(default=None, ge=1)
     """Of these at most so many go to prompts, so that running sequences keep their pace; null: no bound."""
     threads: int | Literal["auto"] = "auto"
-    """Threads of one engine; auto divides the machine's cores between the engines on it."""
+    """Threads of one engine; auto divides the machine's cores between the engines that may run there."""
     num_cpus: float = Field(default=1.0, ge=0)
     """What Ray reserves for one worker."""
     num_gpus: float = Field(default=0.0, ge=0)
     """What Ray reserves for one worker; above 0 the engine computes on the GPU."""
-    resources: dict[str, float] = Field(default_factory=dict)
+    resources: RayResources = Field(default_factory=dict)
     """Custom Ray resources that place this pool, such as {"prefill_host": 1}."""
     host: str = "127.0.0.1"
     """Address that the workers' gRPC listens on and that other hosts reach; auto: the node's own."""
     max_surge_percent: int = Field(default=0, ge=0, le=100)
     """A rolling update starts so many workers before it stops any, where there is room for them; 0: each
     one begins to drain before its successor starts."""
+
+    @property
+    def least_num_workers(self) -> int:
+        """What the pool has at its start, and without load."""
+        return self.num_workers if self.autoscaling.max_workers is None else self.autoscaling.min_workers
+
+    @property
+    def most_num_workers(self) -> int:
+        """What it may grow to."""
+        return self.autoscaling.max_workers or self.num_workers
 
 
 class DecodePoolConfig(PoolConfig):
@@ -202,7 +166,7 @@ class FaultsConfig(Section):
 class RayConfig(Section):
     """Which Ray cluster to run on."""
 
-    address: str | None = None
+    address: RayAddress | None = None
     """null starts a local one; 'auto' or host:port joins one."""
     object_store_bytes: int = Field(default=100_000_000, ge=80_000_000)
     """Shared memory for the object store of a local cluster; nothing of a request passes through it."""
@@ -293,7 +257,7 @@ def load_config(
 
 def _read_document(path: Path) -> dict[str, object]:
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise StartupError(f"cannot read the configuration {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -70,6 +70,8 @@ def _problem(path: str, items: Sequence[Mapping[str, Any]], kind: type[BaseModel
         case "byte_size" | "byte_size_unit":
             return f"must be a number of bytes such as 512MiB or 4GiB, not {given}"
     first, *others = (_requirement(item) for item in items)
+    if items[0]["type"] == "value_error" and not isinstance(items[0]["input"], str):
+        return first  # it says which part is wrong; the whole may be long, or nobody's business
     return " or ".join([first, *(text.removeprefix("must be ") for text in others)]) + f", not {given}"
 
 

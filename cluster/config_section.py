@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 class Section(BaseModel):
     """Keys of the configuration file with their types and defaults."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

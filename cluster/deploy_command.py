@@ -20,10 +20,10 @@ from cluster.cluster_token import cluster_token
 from cluster.config import ClusterConfig
 from cluster.preflight import check_configuration
 from cluster.readiness import engines_in_words, wait_until_ready
-from cluster.rendering import clustered
+from cluster.rendering import for_deployment
 from cluster.serve_progress import Report, what_to_try
 from cluster.serve_run import prepare_model
-from cluster.serve_state import state_file, write_deployment
+from cluster.serve_state import ServerState, read_start, read_state, state_file, write_deployment
 from protocol.errors import StartupError, WorkerUnavailable
 from protocol.ids import Role
 from protocol.membership import WorkerRecord
@@ -31,8 +31,6 @@ from protocol.membership import WorkerRecord
 if TYPE_CHECKING:
     from cluster.application import Builders
 
-ON_HEAD = {"node:__internal_head__": 0.001}
-"""Ray's own name for its head node, of which there is one."""
 POLL_S = 0.5
 NODES_S = 10.0
 """How long nodes may be on their way before that is worth a word."""
@@ -40,21 +38,6 @@ UNDEPLOY_S = 60.0
 """How long after the drain limit the application may still be there."""
 EVERY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104
 HOW_IT_ENDS = "splitserve undeploy takes it down"
-
-
-def for_deployment(config: ClusterConfig) -> ClusterConfig:
-    """What `config` comes to on a cluster of several hosts. Raises `StartupError`.
-
-    Clients reach the head node: where no HTTP proxies are asked for, the router itself runs there.
-    """
-    here = clustered(config)
-    address = config.ray.address or "auto"
-    here = here.model_copy(update={"ray": config.ray.model_copy(update={"address": address})})
-    if config.http.through == "proxy":
-        return here
-    http = here.http.model_copy(update={"through": config.http.through})
-    router = here.router.model_copy(update={"resources": config.router.resources or ON_HEAD})
-    return here.model_copy(update={"http": http, "router": router})
 
 
 def deploy_cluster(config: ClusterConfig, report: Report, builders: Builders | None = None) -> None:
@@ -65,6 +48,7 @@ def deploy_cluster(config: ClusterConfig, report: Report, builders: Builders | N
     """
     config = for_deployment(config)
     check_configuration(config)
+    _check_no_server_of_its_own(config)
     report.headline(config)
     for line in warnings_of_deployment(config):
         report.step(line)
@@ -95,7 +79,14 @@ def undeploy_cluster(config: ClusterConfig, report: Report) -> None:
             _take_down(config, report)
         else:
             report.step(f"nothing is deployed on the Ray cluster at {address}")
-    state_file(config).unlink(missing_ok=True)
+    if server_of_its_own(config) is None:
+        state_file(config).unlink(missing_ok=True)
+
+
+def server_of_its_own(config: ClusterConfig) -> ServerState | None:
+    """The `splitserve serve` that runs or starts on this machine and port, whose word is not ours."""
+    state = read_state(config) or read_start(config)
+    return None if state is None or state.is_deployed else state
 
 
 def warnings_of_deployment(config: ClusterConfig) -> list[str]:
@@ -108,7 +99,8 @@ def warnings_of_deployment(config: ClusterConfig) -> list[str]:
 def missing_nodes(config: ClusterConfig, offered: Mapping[str, float]) -> list[str]:
     """Which workers no node of the Ray cluster has a place for; `offered` are its resources in all."""
     return [
-        f"{role.value} waits for a node that offers {name}; `ray status` shows those that there are"
+        f"{role.value} waits for a node that offers {name}: `ray status` shows those that there are,"
+        f" `ray start --resources='{{\"{name}\": {amount:g}}}'` starts one"
         for role in Role
         for name, amount in config.pool(role).resources.items()
         if offered.get(name, 0.0) < amount
@@ -124,6 +116,14 @@ def what_was_kept(before: Sequence[WorkerRecord], after: Sequence[WorkerRecord])
         num_kept = sum(identity in known for identity in identities)
         lines.append(f"{role.value}: {num_kept} run on, {len(identities) - num_kept} new")
     return lines
+
+
+def _check_no_server_of_its_own(config: ClusterConfig) -> None:
+    if (server := server_of_its_own(config)) is not None:
+        raise StartupError(
+            f"`splitserve serve` (pid {server.pid}) has port {config.http.port} of this machine: end it,"
+            " or choose another --port"
+        )
 
 
 @contextmanager

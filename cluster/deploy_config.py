@@ -6,6 +6,7 @@ from pydantic import Field
 
 from cluster.config_section import Section
 from cluster.deploy_kuberay import KubeRay
+from cluster.deploy_names import Image
 from cluster.deploy_ray_up import RayUp
 
 
@@ -14,7 +15,7 @@ class DeployConfig(Section):
 
     name: str = Field(default="splitserve", pattern=r"^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$")
     """What the cluster is called there; small letters, digits and dashes."""
-    image: str = "splitserve:0.1.0"
+    image: Image = "splitserve:0.1.0"
     """Container image with this version of Splitserve, built from deploy/Dockerfile."""
     kuberay: KubeRay = Field(default_factory=KubeRay)
     ray_up: RayUp = Field(default_factory=RayUp)

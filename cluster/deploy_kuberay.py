@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, model_validator
 
 from cluster.config_section import Section
+from cluster.deploy_names import DeviceResource, Labels, Name, Namespace, Taints, Variables
 
 GIB = 2**30
-
-Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")]
-"""Of an object in Kubernetes."""
 
 
 class PodConfig(Section):
@@ -25,7 +23,7 @@ class PodConfig(Section):
     """Memory of one pod, its /dev/shm included."""
     shm: ByteSize = ByteSize(2 * GIB)
     """Size of /dev/shm: Ray's object store, and what NIXL moves between processes of the pod."""
-    node_selector: dict[str, str] = Field(default_factory=dict)
+    node_selector: Labels = Field(default_factory=dict)
     """Labels of the nodes that may run the pods, such as a GPU's name."""
 
 
@@ -36,7 +34,7 @@ class HeadConfig(Section):
     """CPUs of the pod."""
     memory: ByteSize = ByteSize(8 * GIB)
     """Memory of the pod."""
-    node_selector: dict[str, str] = Field(default_factory=dict)
+    node_selector: Labels = Field(default_factory=dict)
     """Labels of the nodes that may run the pod."""
 
 
@@ -47,18 +45,24 @@ class ModelVolume(Section):
     """A PersistentVolumeClaim that exists; null: one is rendered, `<deploy.name>-models`."""
     per_pod: bool = False
     """Instead of a claim: every pod downloads into a disk of its own, which goes with it."""
-    size: ByteSize = ByteSize(100 * GIB)
+    size: ByteSize = Field(default=ByteSize(100 * GIB), gt=0)
     """Of the claim that is rendered, or of each pod's disk."""
     storage_class: Name | None = None
     """Of the claim that is rendered; null: the cluster's default."""
     access: Literal["ReadWriteMany", "ReadWriteOnce"] = "ReadWriteMany"
     """Of the claim that is rendered; ReadWriteOnce is enough where all pods run on one node."""
 
+    @model_validator(mode="after")
+    def _one_place(self) -> ModelVolume:
+        if self.per_pod and self.claim is not None:
+            raise ValueError(f"per_pod is true, but claim is {self.claim}: set one of them")
+        return self
+
 
 class RdmaConfig(Section):
     """RDMA between pods; without it KV moves over TCP."""
 
-    resource: str | None = None
+    resource: DeviceResource | None = None
     """What the device plugin calls its devices, such as rdma/hca_shared_devices_a; null: no RDMA."""
     count: int = Field(default=1, ge=1)
     """Devices for each pod."""
@@ -70,7 +74,7 @@ class RdmaConfig(Section):
 class KubeRay(Section):
     """A RayService on Kubernetes, which the KubeRay operator (1.5 or newer) keeps."""
 
-    namespace: Name | None = None
+    namespace: Namespace | None = None
     """Namespace of everything that is rendered; null: kubectl's."""
     share_pods: bool = False
     """Prefill and decode workers in the same pods, so that KV stays within a host: for a single machine."""
@@ -93,21 +97,22 @@ class KubeRay(Section):
     """host:port of a Redis, so that the cluster survives the loss of its head; null: it is built anew."""
     redis_password_secret: Name | None = None
     """Secret whose key `password` opens the Redis."""
-    gpu_resource: str = "nvidia.com/gpu"
+    gpu_resource: DeviceResource = "nvidia.com/gpu"
     """What the device plugin calls its GPUs; nodes with a taint of that name are tolerated."""
-    tolerations: list[str] = Field(default_factory=list)
+    tolerations: Taints = Field(default_factory=list)
     """Further taints, by their keys, of nodes that may run workers."""
-    environment: dict[str, str] = Field(default_factory=dict)
-    """Further variables of all pods, such as UCX_NET_DEVICES. No secrets: they would be readable."""
+    environment: Variables = Field(default_factory=dict)
+    """Further variables of all containers, such as UCX_NET_DEVICES, or HTTPS_PROXY and HF_ENDPOINT for the
+    download. No secrets: they would be readable."""
     network_policy: bool = True
     """Let only the pods of this cluster, the operator and monitoring reach ports other than `http.port`."""
-    operator_namespace: Name = "kuberay-operator"
+    operator_namespace: Namespace = "kuberay-operator"
     """Where the KubeRay operator runs."""
-    clients: dict[str, str] = Field(default_factory=dict)
+    clients: Labels = Field(default_factory=dict)
     """Labels of the namespaces from which clients come; empty: from everywhere."""
     service_monitor: bool = False
     """Render a ServiceMonitor. Needs the Prometheus operator."""
-    monitoring_namespace: Name = "monitoring"
+    monitoring_namespace: Namespace = "monitoring"
     """Where Prometheus runs."""
     head: HeadConfig = Field(default_factory=HeadConfig)
     prefill: PodConfig = Field(default_factory=PodConfig)

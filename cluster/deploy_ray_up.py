@@ -8,12 +8,13 @@ from typing import Any, Literal
 from pydantic import Field
 
 from cluster.config_section import Section
+from cluster.deploy_names import Host, Hosts, Variables
 
 
 class HeadNode(Section):
     """The head node: Ray's control plane and the router. It computes nothing."""
 
-    host: str = ""
+    host: Host = ""
     """local: address by which the other hosts reach it, and ssh."""
     instance_type: str = ""
     """aws, gcp: kind of machine, without a GPU."""
@@ -24,7 +25,7 @@ class HeadNode(Section):
 class PoolHosts(Section):
     """The hosts of one pool. A worker is placed where its pool's hosts are, and nowhere else."""
 
-    hosts: list[str] = Field(default_factory=list)
+    hosts: Hosts = Field(default_factory=list)
     """local: their addresses. A host may be in both pools."""
     num_hosts: int = Field(default=1, ge=1)
     """aws, gcp: so many are kept running."""
@@ -58,7 +59,7 @@ class RayUp(Section):
     """More to copy to all hosts, such as a model: path there to path here."""
     setup_commands: list[str] = Field(default_factory=list)
     """What to run on each new host before Splitserve is installed."""
-    environment: dict[str, str] = Field(default_factory=dict)
+    environment: Variables = Field(default_factory=dict)
     """Variables of all nodes and workers, such as UCX_TLS and UCX_NET_DEVICES."""
     dashboard: bool = True
     """Run Ray's dashboard on the head node. Ray's `serve` commands ask it; Splitserve's do without."""

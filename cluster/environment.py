@@ -68,6 +68,15 @@ def local_ray_variables(ray_token: str) -> dict[str, str]:
     }
 
 
+FINDS_LOST_HOSTS = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+}
+"""For the head of a cluster of several hosts: one that is cut off is given up after about 8 s. Ray's own
+values take a minute."""
+
+
 def use_ray_token(home: Path | None = None) -> None:
     """Show Ray the user's token where there is one, as the commands of `ray` do on a head node.
 

@@ -25,8 +25,7 @@ class _OptionsWithVersion(DeploymentConfig):
 def keep_version(deployment: serve.Deployment, version: str) -> None:
     """Serve replaces the deployment's replicas when, and only when, `version` or where they run changes."""
     options = copy(vars(deployment)["_deployment_config"])
-    object.__setattr__(
-        options, "__class__", _OptionsWithVersion
-    )  # a copy by value would lose private parts
+    # Its class is exchanged because a copy by value would lose private parts.
+    object.__setattr__(options, "__class__", _OptionsWithVersion)
     options.version = version
     vars(deployment)["_deployment_config"] = options

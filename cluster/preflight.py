@@ -68,14 +68,19 @@ def _check_holds_longest(
         return
     if pool.kv_cache_share is not None:
         return  # what is free is known when the model is loaded
-    elements = math.prod((model.num_layers, 2, model.num_kv_heads, block_size, model.head_dim))
-    least_bytes = num_blocks * elements * least_element_bytes(config, pool)
+    least_bytes = num_blocks * least_block_bytes(config, pool, model)
     if pool.kv_cache_memory < least_bytes:
         raise StartupError(
             f"{name}.kv_cache_memory is {pool.kv_cache_memory:,} bytes, but a sequence of max_model_len"
             f" ({length} tokens) takes {least_bytes:,} ({math.ceil(least_bytes / 2**20)}MiB):"
             " raise the one or lower the other"
         )
+
+
+def least_block_bytes(config: ClusterConfig, pool: PoolConfig, model: ModelConfig) -> int:
+    """One block over all layers, of the narrowest type where the worker itself decides."""
+    sizes = model.num_layers, 2, model.num_kv_heads, config.block_size_of(pool), model.head_dim
+    return math.prod(sizes) * least_element_bytes(config, pool)
 
 
 def least_element_bytes(config: ClusterConfig, pool: PoolConfig) -> int:

@@ -52,8 +52,10 @@ class ProvidedEngine:
 
     def stop(self, timeout_s: float) -> None:
         until_s = time.monotonic() + timeout_s
-        self._engine.stop(timeout_s)
-        self._provision.stop(max(0.0, until_s - time.monotonic()))
+        try:
+            self._engine.stop(timeout_s)
+        finally:
+            self._provision.stop(max(0.0, until_s - time.monotonic()))
 
     def _hear(self, events: Sequence[Event]) -> None:
         """On the engine's thread."""

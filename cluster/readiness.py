@@ -10,12 +10,13 @@ from cluster.config import ClusterConfig
 from cluster.serve_port import http_answers
 from cluster.serve_progress import Report, public_url
 from protocol.errors import StartupError
+from protocol.ids import Role
 from protocol.membership import WorkerRecord
 
 POLL_S = 0.2
 STATUS_PERIOD_S = 1.0
 """A look at Serve costs its controller 20 ms of CPU, which the replicas need just then."""
-DEPLOYMENTS = frozenset({"router", "prefill", "decode"})
+DEPLOYMENTS = frozenset({"router", *(role.value for role in Role)})
 
 
 def wait_until_ready(

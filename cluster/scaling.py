@@ -9,7 +9,7 @@ Serve calls `ScalingPolicy` in its controller, some times a second. The module i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,13 +95,13 @@ class Stabilizer:
 
 
 def _all_along(
-    extreme: Any, history: Sequence[tuple[float, int]], now: float, window_s: float
+    extreme: Callable[[list[int]], int], history: Sequence[tuple[float, int]], now: float, window_s: float
 ) -> int | None:
     """The least or the most that was recommended over the whole window; None while it is not that old."""
     if now - history[0][0] < window_s:
         return None
     inside = [wanted for at, wanted in history if at > now - window_s]
-    return int(extreme(inside or [history[-1][1]]))
+    return extreme(inside or [history[-1][1]])
 
 
 def _no_older_than(history: list[tuple[float, int]], since: float) -> list[tuple[float, int]]:

@@ -51,6 +51,8 @@ def serve_cluster(config: ClusterConfig, report: Report, builders: Builders | No
             report.step("stopped")
         else:
             end_processes(descendants(), grace_s=2.0)
+        if thread.is_running:
+            run.take_word_back()  # over a dead Ray its thread may never get to that
         _finish(thread, forced=signals.count > 1, interrupted=bool(signals.count) and not run.was_ready)
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from cluster.config import DEMO_MODEL, ClusterConfig, HttpConfig
+from cluster.config import DEMO_MODEL, ClusterConfig, PoolConfig
+from cluster.router_config import HttpConfig
 from protocol.ports import Clock
 
 DEMO_IS_SMALL = "(135 million parameters, to try things out: often wrong, nonsense at temperature 1)"
@@ -32,7 +33,7 @@ class Report:
         self.out.flush()
 
     def headline(self, config: ClusterConfig) -> None:
-        workers = f"{config.prefill.num_workers} prefill + {config.decode.num_workers} decode"
+        workers = f"{_num_workers(config.prefill)} prefill + {_num_workers(config.decode)} decode"
         self.out.write(f"splitserve: {config.model_name}, {workers} worker(s)\n")
         self.out.flush()
 
@@ -73,6 +74,12 @@ def public_url(config: ClusterConfig) -> str:
     """Where a client on this machine connects."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.http.host, config.http.host)  # noqa: S104
     return f"http://[{host}]:{config.http.port}" if ":" in host else f"http://{host}:{config.http.port}"
+
+
+def _num_workers(pool: PoolConfig) -> str:
+    """`2`, or `1 to 4` where the pool follows its load."""
+    least, most = pool.least_num_workers, pool.most_num_workers
+    return str(most) if least == most else f"{least} to {most}"
 
 
 def _own_command() -> str:

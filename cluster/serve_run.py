@@ -68,7 +68,11 @@ class ClusterRun:
         try:
             self._run(token)
         finally:
-            state_file(self._config).unlink(missing_ok=True)
+            self.take_word_back()
+
+    def take_word_back(self) -> None:
+        """Remove the file by which other commands find this server. Idempotent."""
+        state_file(self._config).unlink(missing_ok=True)
 
     def _leave_word(self) -> None:
         try:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from cluster.attachment import find_cluster, list_workers
+from cluster.attachment import find_cluster, list_workers, no_server
 from cluster.config import ClusterConfig
 from cluster.serve_port import http_answers
 from cluster.serve_progress import public_url
 from cluster.serve_state import read_start, read_state
-from protocol.errors import StartupError
 from protocol.ids import Role
 from protocol.membership import WorkerRecord
 
@@ -50,7 +49,7 @@ def _without_ray(config: ClusterConfig, url: str, *, alive: bool, ready: bool) -
     if alive:
         note = "started by somebody else or elsewhere: --ray-address lists its workers"
         return ClusterStatus(url, alive, ready, (), note)
-    raise StartupError(f"no server answers at {url}, and none starts there; is it another --port?")
+    raise no_server(config)
 
 
 def as_json(status: ClusterStatus) -> str:

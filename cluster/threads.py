@@ -17,5 +17,5 @@ def threads_per_engine(config: ClusterConfig, pool: PoolConfig) -> int:
         return pool.threads
     if config.ray.address is not None:
         return max(1, int(pool.num_cpus))
-    num_engines = config.prefill.num_workers + config.decode.num_workers
+    num_engines = config.prefill.most_num_workers + config.decode.most_num_workers
     return max(1, len(os.sched_getaffinity(0)) // num_engines)

@@ -100,7 +100,7 @@ class Provision:
             return
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            raise EngineFault(f"the kernel gave no memory to the KV pool in {timeout_s} s")
+            raise EngineFault(f"the kernel gave no memory to the KV pool in {timeout_s:.1f} s")
 
     def _want(self, num_used: int) -> None:
         num_wanted = min(num_used + self._num_ahead, self._memory.num_blocks)

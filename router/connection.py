@@ -19,7 +19,6 @@ from rpc import Dial, WorkerSession, open_channel, rpc_errors
 logger = logging.getLogger(__name__)
 
 Command = pb.PrefillCommand | pb.DecodeCommand
-Frame = pb.PrefillFrame | pb.DecodeFrame
 
 
 class Connection(Protocol):

@@ -79,8 +79,10 @@ class RouterReplica:
         """Serve's farewell before a graceful end: an update, or the end of all."""
         server: HttpServer | None = getattr(self, "_server", None)
         if server is not None:
-            await _unless(self._application_ends, server.drain(self._drain_limit_s))
-            await server.stop(self._router.stop)
+            try:
+                await _unless(self._application_ends, server.drain(self._drain_limit_s))
+            finally:
+                await server.stop(self._router.stop)
 
     async def _application_ends(self) -> bool:
         try:
@@ -92,9 +94,12 @@ class RouterReplica:
 async def _unless(is_over: Callable[[], Awaitable[bool]], work: Awaitable[None]) -> None:
     """Wait for `work`, or cancel it as soon as `is_over` says so."""
     working = asyncio.ensure_future(work)
-    while not working.done():
-        if await is_over():
-            working.cancel()
-        await asyncio.wait([working], timeout=ASK_SERVE_S)
+    try:
+        while not working.done():
+            if await is_over():
+                working.cancel()
+            await asyncio.wait([working], timeout=ASK_SERVE_S)
+    finally:
+        working.cancel()
     if not working.cancelled():
         working.result()

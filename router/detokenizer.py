@@ -16,8 +16,6 @@ MAX_HELD_TOKENS = 64
 """A character has four bytes at most: if so many tokens make no text, they are garbage. Bounds the work
 per token, which grows with the tokens held back."""
 
-_REPLACEMENT = "\ufffd"
-
 
 class Detokenizer:
     """The text of one output, token by token; together it is what decoding all tokens at once gives."""

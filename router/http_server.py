@@ -87,8 +87,10 @@ class HttpServer:
 
     async def _accept_no_more(self) -> None:
         self._offer.withdraw()
-        while not self._server.started and not self._task.done():  # noqa: ASYNC110  # uvicorn tells nobody
-            await asyncio.sleep(POLL_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._drain_s):
+                while not (self._server.started or self._task.done()):  # noqa: ASYNC110  # it tells nobody
+                    await asyncio.sleep(POLL_S)
         for server in getattr(self._server, "servers", ()):
             server.close()
 

@@ -7,13 +7,19 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from served_cluster import Served
 
 
-WHOLE_CLUSTERS = {"acceptance", "cluster_hosts", "netns", "soak"}
-"""Folders of tests that start clusters of processes, or measure what becomes of one under load."""
+settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared machine")
+
+CLUSTERS_OF_PROCESSES = {"acceptance", "cluster_hosts", "netns", "soak"}
+"""Folders of tests that start some, and see what becomes of them under load."""
+IN_ONE_PROCESS = {"test_cluster_local.py", "test_cluster_parity.py", "test_cluster_unequal.py"}
+"""Files of these folders that do not."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -35,7 +41,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def _needs_cluster(nodeid: str) -> bool:
     file = PurePosixPath(nodeid.partition("::")[0])
-    return file.parent.name in WHOLE_CLUSTERS or file.name.startswith("test_ray_")
+    if file.name in IN_ONE_PROCESS:
+        return False
+    return file.parent.name in CLUSTERS_OF_PROCESSES or file.name.startswith("test_ray_")
 
 
 def _order_of_clusters(item: pytest.Item) -> tuple[bool, bool]:

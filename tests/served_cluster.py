@@ -140,13 +140,16 @@ def stop(served: Served, number: int = signal.SIGTERM, limit_s: float = 30.0) ->
     assert_gone(served, family)
 
 
-def assert_gone(served: Served, family: list[psutil.Process]) -> None:
-    """None of `family` lives, nor anything else that belongs to the Ray session of this server."""
-    _, alive = psutil.wait_procs(family, timeout=2.0)
-    assert not alive
-    session = f"_{served.process.pid}/"
-    left = [p for p in psutil.process_iter() if any("session_" in a and session in a for a in _argv(p))]
+def assert_gone(served: Served, family: list[psutil.Process], limit_s: float = 2.0) -> None:
+    """Within `limit_s` none of `family` lives, nor anything else of this server's Ray session."""
+    _, alive = psutil.wait_procs([*family, *_of_session(served)], timeout=limit_s)
+    left = [*alive, *_of_session(served)]
     assert not left, [_argv(p) for p in left]
+
+
+def _of_session(served: Served) -> list[psutil.Process]:
+    session = f"_{served.process.pid}/"
+    return [p for p in psutil.process_iter() if any("session_" in a and session in a for a in _argv(p))]
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float, label: str) -> float:

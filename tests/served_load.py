@@ -86,7 +86,7 @@ def _token_ids(answer: dict[str, Any]) -> list[int]:
 
 def _streamed(answer: bytes) -> list[int]:
     """The tokens of a stream; none when it did not end well."""
-    events = [line.removeprefix("data: ") for line in answer.decode().splitlines() if line]
+    events = [line.removeprefix("data: ") for line in answer.decode().split("\n") if line]
     if not events or events[-1] != "[DONE]":
         return []
     return [token for event in events[:-1] for token in _token_ids(json.loads(event))]

@@ -5,7 +5,7 @@ node       what is asked of a node (`ray_nodes`: of others)           live      
 doctor     gathers, and the list of all checks                        report     table and JSON
 versions gpus rdma ucx shm limits memory model ports clock: a probe and its check each
 pools placement service workers reads: checks of more than one node
-read_plan read_agent read_process ucx_log: one timed read, and what UCX used for it
+read_plan read_agent read_process ucx_log: who reads from whom, one timed read, and what UCX used for it
 """
 
 from cluster.doctor.doctor import Diagnosis, diagnose

@@ -11,7 +11,7 @@ from functools import partial
 from cluster.background import Background
 from cluster.config import ClusterConfig
 from cluster.doctor.clock import check_clocks, seen_from
-from cluster.doctor.facts import BlockRead, Live, NodeFacts, Seen
+from cluster.doctor.facts import NODE, BlockRead, Live, NodeFacts, Seen
 from cluster.doctor.findings import Finding, Findings, Topic
 from cluster.doctor.gpus import check_gpus
 from cluster.doctor.limits import check_limits
@@ -19,27 +19,23 @@ from cluster.doctor.live import look_at_cluster
 from cluster.doctor.memory import check_memory
 from cluster.doctor.model import check_model
 from cluster.doctor.node import Node, this_machine
-from cluster.doctor.placement import check_placement, eligible_nodes
+from cluster.doctor.placement import check_placement
 from cluster.doctor.pools import check_pools
 from cluster.doctor.ports import check_ports
 from cluster.doctor.rdma import check_rdma
-from cluster.doctor.read_plan import ReadPlan, plan_reads
+from cluster.doctor.read_plan import ReadPlan, pairs_of, plan_reads
 from cluster.doctor.reads import check_reads
 from cluster.doctor.service import check_service
 from cluster.doctor.shm import check_shm
 from cluster.doctor.ucx import check_ucx
 from cluster.doctor.versions import check_versions
 from cluster.doctor.workers import check_workers
+from cluster.rendering import for_deployment, is_prepared_for
+from cluster.serve_state import read_state
 from protocol.errors import SplitserveError, WorkerUnavailable
-from protocol.ids import Role
 
 NODE_LIMIT_S = 60.0
 """For the facts of one node, its actor's start included."""
-MAX_PAIRS = 12
-"""With more pairs of nodes than this each reader reads from one owner only."""
-
-NODE = "node"
-"""Stands for all probes of a node that does not answer."""
 
 Tell = Callable[[str], None]
 
@@ -95,6 +91,7 @@ def diagnose(config: ClusterConfig, url: str | None, tell: Tell) -> Diagnosis:
 
     `tell` hears what is being done.
     """
+    config = as_deployed(config)
     tell("looking for a running cluster")
     with look_at_cluster(config, url) as (live, found):
         nodes: Sequence[Node] = found or [this_machine(config)]
@@ -106,11 +103,26 @@ def examine(config: ClusterConfig, nodes: Sequence[Node], live: Live, tell: Tell
     tell(f"asking {len(nodes)} node(s)")
     with _stopping(nodes):
         facts = tuple(_facts_of(nodes))
-        seen = Seen(config, facts, live)
+        seen = Seen(as_prepared(config, facts), facts, live)
         by_name = {node.name: node for node in nodes}
         pairs = [(by_name[owner], by_name[reader]) for owner, reader in pairs_of(seen)]
         seen = replace(seen, reads=tuple(_read_between(pairs, plan_reads(seen), tell)))
     return Diagnosis(seen, check_all(seen))
+
+
+def as_deployed(config: ClusterConfig) -> ClusterConfig:
+    """What `splitserve deploy` made of it, where it did."""
+    state = read_state(config)
+    if state is None or not state.is_deployed:
+        return config
+    ray = config.ray.model_copy(update={"address": config.ray.address or state.ray_address})
+    return for_deployment(config.model_copy(update={"ray": ray}))
+
+
+def as_prepared(config: ClusterConfig, nodes: Sequence[NodeFacts]) -> ClusterConfig:
+    """What `splitserve deploy` will make of it, where the nodes were started for that."""
+    offered = {name for node in nodes for name in node.resources}
+    return for_deployment(config) if is_prepared_for(config, offered) else config
 
 
 @contextmanager
@@ -140,20 +152,6 @@ def _timed(node: Node) -> NodeFacts:
     if facts.clock is None:
         return facts
     return replace(facts, clock=seen_from(facts.clock, asked_at_s, time.time()))
-
-
-def pairs_of(seen: Seen) -> list[tuple[str, str]]:
-    """Who reads from whom: nodes that may get prefill workers, and those that may get decode workers.
-
-    A node reads from itself when there is no other one.
-    """
-    owners, readers = (
-        [node.name for node in eligible_nodes(seen, role) if NODE not in node.failures] for role in Role
-    )
-    pairs = [(owner, reader) for reader in readers for owner in owners if owner != reader]
-    if len(pairs) > MAX_PAIRS:
-        return [(owners[i % len(owners)], reader) for i, reader in enumerate(readers, 1)]
-    return pairs or [(owner, owner) for owner in owners if owner in readers]
 
 
 def _read_between(pairs: Sequence[tuple[Node, Node]], plan: ReadPlan, tell: Tell) -> Iterator[BlockRead]:

@@ -10,6 +10,9 @@ from cluster.config import ClusterConfig
 from protocol.errors import SplitserveError
 from protocol.membership import WorkerRecord
 
+NODE = "node"
+"""Stands for all probes of a node that does not answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Versions:

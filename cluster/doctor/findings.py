@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -63,3 +63,19 @@ def worst(findings: Iterable[Finding]) -> Severity:
 def exit_code(findings: Iterable[Finding]) -> int:
     """0: traffic may come, warnings or not; 1: something would go wrong."""
     return int(worst(findings) is Severity.PROBLEM)
+
+
+def in_words(num_bytes: float) -> str:
+    """`64 KiB`, `1.5 GiB`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            digits = 0 if num_bytes >= 100 * size else 1
+            return f"{num_bytes / size:.{digits}f}".removesuffix(".0") + f" {unit}"
+    return f"{num_bytes:.0f} bytes"
+
+
+def difference(name: str, by_place: Mapping[str, str]) -> str:
+    """`ray differs: 2.60.0 on n0, 2.59.0 on n1`; empty when all are equal."""
+    if len(set(by_place.values())) < 2:
+        return ""
+    return f"{name} differs: " + ", ".join(f"{value} on {place}" for place, value in by_place.items())

@@ -6,8 +6,7 @@ import re
 
 from cluster.doctor.commands import Run, run_command
 from cluster.doctor.facts import Gpu, Gpus, NodeFacts, Seen
-from cluster.doctor.findings import Findings, Topic
-from cluster.doctor.sizes import in_words
+from cluster.doctor.findings import Findings, Topic, in_words
 
 QUERY = (
     "nvidia-smi",
@@ -56,7 +55,7 @@ def parse_topology(text: str) -> dict[str, str]:
 
 
 def check_gpus(seen: Seen) -> Findings:
-    num_wanted = sum(p.num_workers * p.num_gpus for p in (seen.config.prefill, seen.config.decode))
+    num_wanted = sum(p.least_num_workers * p.num_gpus for p in (seen.config.prefill, seen.config.decode))
     known = [node for node in seen.nodes if node.gpus is not None]
     for node in known:
         yield from _check_node(node, node.gpus or Gpus(), needs_gpus=num_wanted > 0)

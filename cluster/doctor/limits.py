@@ -5,8 +5,7 @@ from __future__ import annotations
 import resource
 
 from cluster.doctor.facts import Limits, NodeFacts, Seen
-from cluster.doctor.findings import Finding, Findings, Topic
-from cluster.doctor.sizes import in_words
+from cluster.doctor.findings import Finding, Findings, Topic, in_words
 
 FILES_BESIDE_CLIENTS = 512
 """Libraries, logs, Ray, gRPC and UCX of one process."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 
 from cluster.attachment import Attachment, find_cluster, list_workers
@@ -21,7 +21,6 @@ from cluster.serve_state import read_start, read_state
 from protocol.errors import SplitserveError, WorkerUnavailable
 
 JOIN_LIMIT_S = 60.0
-CONNECT_LIMIT_S = 3.0
 WORKERS_LIMIT_S = 15.0
 
 
@@ -37,16 +36,12 @@ def look_at_cluster(config: ClusterConfig, url: str | None) -> Iterator[tuple[Li
             attachment = find_cluster(config)
             _join(attachment, stack)
         except SplitserveError as error:
-            yield Live(attachment_address(config), service=service, problem=_why(error)), []
+            yield Live(config.ray.address or "", service=service, problem=_why(error)), []
             return
         from cluster.doctor.ray_nodes import alive_nodes, lost_nodes
 
         nodes = alive_nodes(config) if config.ray.address is not None else []
         yield _ask(attachment, service, tuple(lost_nodes())), nodes
-
-
-def attachment_address(config: ClusterConfig) -> str:
-    return config.ray.address or ""
 
 
 def _service(config: ClusterConfig, url: str | None) -> Service | None:
@@ -58,7 +53,6 @@ def _service(config: ClusterConfig, url: str | None) -> Service | None:
 
 def _join(attachment: Attachment, stack: ExitStack) -> None:
     """Raises `WorkerUnavailable`; Ray itself may wait for minutes for a cluster that is gone."""
-    _require_listener(attachment.ray_address)
     logging.getLogger("ray._private.worker").setLevel(logging.ERROR)  # it wants the main thread
     joining = Background("doctor: join Ray", partial(stack.enter_context, attachment.joined()))
     if not joining.wait(JOIN_LIMIT_S):
@@ -66,18 +60,6 @@ def _join(attachment: Attachment, stack: ExitStack) -> None:
             f"Ray at {attachment.ray_address} did not let us in within {JOIN_LIMIT_S:.0f} s"
         )
     joining.raise_if_failed()
-
-
-def _require_listener(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        return  # auto
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_LIMIT_S).close()
-    except OSError as error:
-        raise WorkerUnavailable(
-            f"no Ray cluster answers at {address}: {error.strerror or error}"
-        ) from error
 
 
 def _ask(attachment: Attachment, service: Service | None, lost: tuple[str, ...]) -> Live:
@@ -90,14 +72,8 @@ def _ask(attachment: Attachment, service: Service | None, lost: tuple[str, ...])
             )
         workers = asking.result()
     except SplitserveError as error:
-        return Live(attachment.ray_address, lost_nodes=lost, service=service, problem=error.message)
-    return Live(
-        attachment.ray_address,
-        workers,
-        lost,
-        live.service,
-        knows_token=attachment.cluster_token is not None or not workers,
-    )
+        return replace(live, problem=error.message)
+    return replace(live, workers=workers, knows_token=attachment.cluster_token is not None or not workers)
 
 
 def _workers(token: str | None) -> tuple[WorkerAnswer, ...]:

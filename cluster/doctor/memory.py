@@ -8,10 +8,9 @@ import psutil
 
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.doctor.facts import Memory, NodeFacts, Seen
-from cluster.doctor.findings import Finding, Findings, Topic
+from cluster.doctor.findings import Finding, Findings, Topic, in_words
 from cluster.doctor.placement import engines_on
-from cluster.doctor.sizes import in_words
-from cluster.preflight import least_element_bytes
+from cluster.preflight import least_block_bytes, least_element_bytes
 from engine.model.config import ModelConfig
 from protocol.errors import StartupError
 from protocol.ids import Role
@@ -45,14 +44,8 @@ def kv_bytes(config: ClusterConfig, pool: PoolConfig, model: ModelConfig) -> int
     """KV blocks of one worker, none where it takes a share of what is free, and its memory for swapping."""
     swap = int(pool.swap_memory) if pool.preemption == "swap" else 0
     if pool.num_blocks is not None:
-        return pool.num_blocks * block_bytes(config, pool, model) + swap
+        return pool.num_blocks * least_block_bytes(config, pool, model) + swap
     return swap + (0 if pool.kv_cache_share is not None else int(pool.kv_cache_memory))
-
-
-def block_bytes(config: ClusterConfig, pool: PoolConfig, model: ModelConfig) -> int:
-    """One block over all layers, of the narrowest type where the worker itself decides."""
-    numbers = model.num_layers * 2 * model.num_kv_heads * config.block_size_of(pool) * model.head_dim
-    return numbers * least_element_bytes(config, pool)
 
 
 def check_memory(seen: Seen) -> Findings:

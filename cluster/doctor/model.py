@@ -7,7 +7,7 @@ from typing import Any
 from cluster.compose import survey_configured_model
 from cluster.config import ClusterConfig
 from cluster.doctor.facts import Model, NodeFacts, Seen
-from cluster.doctor.findings import Findings, Topic
+from cluster.doctor.findings import Findings, Topic, difference
 from cluster.preflight import check_sizes
 from engine.model.config import ModelConfig
 from engine.weights import ModelState
@@ -47,14 +47,9 @@ def check_model(seen: Seen) -> Findings:
     for node in seen.nodes:
         if node.model is not None:
             yield from _check_node(node, node.model)
-    revisions = {
-        node.name: node.model.revision for node in seen.nodes if node.model and node.model.revision
-    }
-    if len(set(revisions.values())) > 1:
-        what = ", ".join(f"{revision[:8]} on {node}" for node, revision in revisions.items())
-        yield Topic("all nodes", CHECK).problem(
-            f"the model's files differ: {what}", "copy the same files to all nodes, or share a folder"
-        )
+    revisions = {n.name: n.model.revision[:8] for n in seen.nodes if n.model and n.model.revision}
+    if what := difference("the model", revisions):
+        yield Topic("all nodes", CHECK).problem(what, "copy the same files to all nodes, or share a folder")
 
 
 def _check_node(node: NodeFacts, model: Model) -> Findings:

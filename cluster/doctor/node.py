@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from cluster.doctor.shm import probe_shm
 from cluster.doctor.ucx import probe_ucx
 from cluster.doctor.versions import probe_versions
 from cluster.environment import LOCAL_UCX, ucx_variables
+from protocol.ports import Clock
 
 PROBE_LIMIT_S = 20.0
 """Beyond it a probe is given up; the others go on."""
@@ -110,13 +112,19 @@ def variables_of(config: ClusterConfig) -> dict[str, str]:
     return {name: value for name, value in local.items() if name not in told}
 
 
-def run_probes(name: str, probes: Probes, limit_s: float = PROBE_LIMIT_S) -> NodeFacts:
-    """All at once; one that fails, or does not end, leaves its reason in the place of its fact."""
+def run_probes(
+    name: str, probes: Probes, limit_s: float = PROBE_LIMIT_S, clock: Clock = time.monotonic
+) -> NodeFacts:
+    """All at once; one that fails, or does not end, leaves its reason in the place of its fact.
+
+    The limit is that of all of them together: a node where several hang answers in time, too.
+    """
+    until_s = clock() + limit_s
     running = {field: Background(f"doctor: {field}", probe) for field, probe in probes.items()}
     found: dict[str, Any] = {}
     failures: dict[str, str] = {}
     for field, probe in running.items():
-        if not probe.wait(limit_s):
+        if not probe.wait(max(0.0, until_s - clock())):
             failures[field] = f"no answer within {limit_s:.0f} s"
             continue
         try:

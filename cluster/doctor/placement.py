@@ -46,12 +46,16 @@ def eligible_nodes(seen: Seen, role: Role) -> list[NodeFacts]:
 
 def engines_on(seen: Seen, node: NodeFacts) -> dict[Role, int]:
     """How many workers of each role a node is likely to get at most."""
-    engines = {}
-    for role in Role:
-        nodes = eligible_nodes(seen, role)
-        share = math.ceil(seen.config.pool(role).num_workers / len(nodes)) if nodes else 0
-        engines[role] = share if node in nodes else 0
-    return engines
+    return {role: _share(seen, node, role) for role in Role}
+
+
+def _share(seen: Seen, node: NodeFacts, role: Role) -> int:
+    nodes, pool = eligible_nodes(seen, role), seen.config.pool(role)
+    if node not in nodes:
+        return 0
+    share = math.ceil(pool.most_num_workers / len(nodes))
+    room = num_fitting(node.resources, demand_of(pool)) if is_counted_by_ray(seen) else None
+    return share if room is None else min(share, room)
 
 
 def num_engines_on(seen: Seen, node: NodeFacts) -> int:
@@ -72,14 +76,20 @@ def _check_pool(seen: Seen, role: Role) -> Findings:
     wanted = ", ".join(f"{name} {amount:g}" for name, amount in demand.items()) or "nothing"
     rooms = [num_fitting(node.resources, demand) for node in seen.nodes]
     total = None if None in rooms else sum(room for room in rooms if room)
-    if total is not None and total < pool.num_workers:
+    least, most = pool.least_num_workers, pool.most_num_workers
+    if total is not None and total < least:
         yield topic.problem(
-            f"{pool.num_workers} workers ask for {wanted} each, and the nodes have room for {total}",
+            f"{least} workers ask for {wanted} each, and the nodes have room for {total}",
             f"add nodes that offer it, or lower {role}.num_workers, num_cpus, num_gpus or resources",
+        )
+    elif total is not None and total < most:
+        yield topic.info(
+            f"{wanted} each: the pool may grow to {most} workers, and the nodes have room for {total}",
+            "nothing where nodes are added by themselves; else add some, or lower autoscaling.max_workers",
         )
     else:
         names = ", ".join(node.name for node in eligible_nodes(seen, role))
-        yield topic.ok(f"{pool.num_workers} worker(s), {wanted} each, fit on {names}")
+        yield topic.ok(f"{most} worker(s), {wanted} each, fit on {names}")
 
 
 def _check_hosts(seen: Seen) -> Findings:

@@ -1,4 +1,4 @@
-"""What is read between two nodes to see how fast KV moves? About 64 MiB, in blocks as configured."""
+"""Who reads what from whom, to see how fast KV moves? About 64 MiB, in blocks as configured."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cluster.doctor.facts import Seen
-from cluster.doctor.memory import block_bytes
+from cluster.doctor.facts import NODE, Seen
+from cluster.doctor.placement import eligible_nodes
+from cluster.preflight import least_block_bytes
 from engine.model.config import ModelConfig
 from protocol.errors import StartupError
+from protocol.ids import Role
 
 READ_BYTES = 64 * 2**20
 DEFAULT_BLOCK_BYTES = 2**20
 """While the model is not known."""
 MAX_REPEATS = 5
+MAX_PAIRS = 12
+"""With more pairs of nodes than this each reader reads from one owner only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,20 @@ def plan_reads(seen: Seen) -> ReadPlan:
 
 def _block_bytes(seen: Seen, fields: dict[str, Any]) -> int:
     try:
-        return block_bytes(seen.config, seen.config.prefill, ModelConfig.from_hf(fields))
+        return least_block_bytes(seen.config, seen.config.prefill, ModelConfig.from_hf(fields))
     except StartupError:  # the model's own check says it
         return DEFAULT_BLOCK_BYTES
+
+
+def pairs_of(seen: Seen) -> list[tuple[str, str]]:
+    """Who reads from whom: nodes that may get prefill workers, and those that may get decode workers.
+
+    A node reads from itself when there is no other one.
+    """
+    owners, readers = (
+        [node.name for node in eligible_nodes(seen, role) if NODE not in node.failures] for role in Role
+    )
+    pairs = [(owner, reader) for reader in readers for owner in owners if owner != reader]
+    if len(pairs) > MAX_PAIRS:
+        return [(owners[i % len(owners)], reader) for i, reader in enumerate(readers, 1)]
+    return pairs or [(owner, owner) for owner in owners if owner in readers]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from cluster.doctor.facts import BlockRead, NodeFacts, Seen
-from cluster.doctor.findings import Finding, Findings, Topic
-from cluster.doctor.sizes import in_words
+from cluster.doctor.findings import Finding, Findings, Topic, in_words
 
 CHECK = "read"
 

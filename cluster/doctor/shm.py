@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from cluster.doctor.facts import NodeFacts, Seen, Shm
-from cluster.doctor.findings import Finding, Findings, Topic
+from cluster.doctor.findings import Finding, Findings, Topic, in_words
 from cluster.doctor.placement import num_engines_on
-from cluster.doctor.sizes import in_words
 
 PATH = "/dev/shm"  # noqa: S108
 ENGINE_BYTES = 16 * 2**20

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import psutil
 
 from cluster.doctor.facts import NodeFacts, Seen, Ucx
-from cluster.doctor.findings import Findings, Topic
+from cluster.doctor.findings import Findings, Topic, difference
 from cluster.environment import ucx_variables
 
 CHECK = "ucx"
@@ -51,13 +51,9 @@ def check_ucx(seen: Seen) -> Findings:
     for node in seen.nodes:
         if node.ucx is not None:
             yield from _check_node(seen, node, node.ucx)
-    for name in (TRANSPORTS, DEVICES):
-        told = {node.name: node.ucx.variables.get(name, "(not set)") for node in seen.nodes if node.ucx}
-        if name == TRANSPORTS and len(set(told.values())) > 1:
-            what = f"{name} differs: " + ", ".join(f"{value} on {node}" for node, value in told.items())
-            yield Topic("all nodes", CHECK).warning(
-                what, "two sides that share no transport cannot connect"
-            )
+    told = {node.name: node.ucx.variables.get(TRANSPORTS, "(not set)") for node in seen.nodes if node.ucx}
+    if what := difference(TRANSPORTS, told):
+        yield Topic("all nodes", CHECK).warning(what, "two sides that share no transport cannot connect")
 
 
 def _check_node(seen: Seen, node: NodeFacts, ucx: Ucx) -> Findings:

@@ -8,7 +8,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 from cluster.doctor.facts import NodeFacts, Seen, Versions
-from cluster.doctor.findings import Findings, Topic
+from cluster.doctor.findings import Findings, Topic, difference
 
 NEEDED = ("splitserve", "ray", "torch", "nixl", "grpcio", "transformers", "tokenizers", "safetensors")
 MUST_BE_EQUAL = ("splitserve", "ray")
@@ -68,13 +68,9 @@ def _compare(seen: Seen) -> Findings:
     """Only what differs is told."""
     known = [(node.name, node.versions) for node in seen.nodes if node.versions is not None]
     for name in NEEDED:
-        found = {node: v.packages[name] for node, v in known if name in v.packages}
-        if len(set(found.values())) > 1:
-            what = f"{name} differs: " + ", ".join(f"{v} on {node}" for node, v in found.items())
+        if what := difference(name, {node: v.packages[name] for node, v in known if name in v.packages}):
             todo = f"install the same {name} everywhere"
             topic = Topic("all nodes", CHECK)
             yield topic.problem(what, todo) if name in MUST_BE_EQUAL else topic.warning(what, todo)
-    pythons = {node: v.python.rpartition(".")[0] for node, v in known}
-    if len(set(pythons.values())) > 1:
-        what = "Python differs: " + ", ".join(f"{v} on {node}" for node, v in pythons.items())
+    if what := difference("Python", {node: v.python.rpartition(".")[0] for node, v in known}):
         yield Topic("all nodes", CHECK).problem(what, "install the same Python everywhere: Ray asks for it")

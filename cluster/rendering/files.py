@@ -42,10 +42,6 @@ def _serve(config: ClusterConfig) -> Files:
     return {"serve.yaml": as_yaml(serve_config(config))}
 
 
-def _not_yet(config: ClusterConfig) -> Files:
-    raise StartupError("this target cannot be rendered yet")
-
-
 def _kuberay(config: ClusterConfig) -> Files:
     return {"kuberay.yaml": as_yaml(*kuberay_documents(config))}
 

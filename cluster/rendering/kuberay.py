@@ -17,9 +17,11 @@ from cluster.rendering.kuberay_pods import (
     API_KEY_FOLDER,
     FAREWELL_S,
     MODELS,
+    container_security,
     head_template,
     worker_template,
 )
+from cluster.rendering.refusals import check_for_hosts, check_for_pods
 from cluster.rendering.serve_config import serve_config
 from protocol.errors import StartupError
 
@@ -28,7 +30,9 @@ Yaml = dict[str, Any]
 
 def kuberay_documents(config: ClusterConfig) -> list[Yaml]:
     """The manifests, in the order in which they are applied. Raises `StartupError`."""
+    check_for_hosts(config)
     here = in_pods(clustered(config))
+    check_for_pods(here)
     groups = pod_groups(here)
     return [*objects_beside(here, groups), _ray_service(here, groups)]
 
@@ -78,7 +82,11 @@ def _ray_cluster(config: ClusterConfig, groups: list[PodGroup]) -> Yaml:
     }
     if grows:
         cluster["enableInTreeAutoscaling"] = True
-        cluster["autoscalerOptions"] = {"version": "v2", "idleTimeoutSeconds": kuberay.autoscaler_idle_s}
+        cluster["autoscalerOptions"] = {
+            "version": "v2",
+            "idleTimeoutSeconds": kuberay.autoscaler_idle_s,
+            "securityContext": container_security(),
+        }
     if kuberay.redis_address:
         cluster["gcsFaultToleranceOptions"] = _redis(config)
     cluster["headGroupSpec"] = {

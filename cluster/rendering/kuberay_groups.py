@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.deploy_kuberay import PodConfig
-from cluster.rendering.clustered import pool_resources
+from cluster.rendering.clustered import added, pool_resources
 from protocol.errors import StartupError
 from protocol.ids import Role
+
+UNITS = (("Gi", 2**30), ("Mi", 2**20), ("Ki", 2**10))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,11 @@ def pod_groups(config: ClusterConfig) -> list[PodGroup]:
 
 def _group(config: ClusterConfig, role: Role) -> PodGroup:
     pool, pod = config.pool(role), _pod(config, role)
-    fewest, most = _num_workers(pool)
     _check_room(role.value, pool, pod)
     return PodGroup(
         name=role.value,
-        num_pods=math.ceil(fewest / pod.workers_per_pod),
-        max_pods=math.ceil(most / pod.workers_per_pod),
+        num_pods=math.ceil(pool.least_num_workers / pod.workers_per_pod),
+        max_pods=math.ceil(pool.most_num_workers / pod.workers_per_pod),
         cpus=pod.cpus,
         gpus=pool.num_gpus * pod.workers_per_pod,
         memory_bytes=pod.memory,
@@ -51,13 +52,6 @@ def _group(config: ClusterConfig, role: Role) -> PodGroup:
         },
         node_selector=pod.node_selector,
     )
-
-
-def _num_workers(pool: PoolConfig) -> tuple[int, int]:
-    """The fewest and the most workers that the pool may have."""
-    if pool.autoscaling.max_workers is None:
-        return pool.num_workers, pool.num_workers
-    return pool.autoscaling.min_workers, pool.autoscaling.max_workers
 
 
 def _pod(config: ClusterConfig, role: Role) -> PodConfig:
@@ -98,6 +92,24 @@ def _merged(groups: list[PodGroup]) -> PodGroup:
         gpus=prefill.gpus + decode.gpus,
         memory_bytes=prefill.memory_bytes + decode.memory_bytes,
         shm_bytes=prefill.shm_bytes + decode.shm_bytes,
-        ray_resources={**prefill.ray_resources, **decode.ray_resources},
-        node_selector={**prefill.node_selector, **decode.node_selector},
+        ray_resources=added(prefill.ray_resources, decode.ray_resources),
+        node_selector=_common_selector(prefill, decode),
+    )
+
+
+def _common_selector(prefill: PodGroup, decode: PodGroup) -> dict[str, str]:
+    for label, value in prefill.node_selector.items():
+        other = decode.node_selector.get(label, value)
+        if other != value:
+            raise StartupError(
+                f"deploy.kuberay.share_pods puts both pools into the same pods, but node_selector.{label}"
+                f" is {value!r} for prefill and {other!r} for decode: make them agree"
+            )
+    return {**prefill.node_selector, **decode.node_selector}
+
+
+def quantity(num_bytes: int) -> str:
+    """Bytes as Kubernetes writes them, `16Gi`, say; in the largest unit that is exact."""
+    return next(
+        (f"{num_bytes // size}{unit}" for unit, size in UNITS if num_bytes % size == 0), str(num_bytes)
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cluster.config import ClusterConfig
-from cluster.rendering.kuberay_groups import PodGroup
+from cluster.rendering.kuberay_groups import PodGroup, quantity
 from cluster.rendering.kuberay_pods import (
     CONFIG_FILE,
     HEAD_PORTS,
@@ -15,7 +15,6 @@ from cluster.rendering.kuberay_pods import (
     labels,
     model_claim_name,
 )
-from cluster.rendering.quantities import quantity
 from cluster.rendering.serve_config import serve_arguments
 from cluster.rendering.yaml_text import as_yaml
 

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from cluster.config import ClusterConfig
-from cluster.rendering.kuberay_groups import PodGroup
-from cluster.rendering.quantities import quantity
+from cluster.environment import FINDS_LOST_HOSTS
+from cluster.rendering.kuberay_groups import PodGroup, quantity
 
 Yaml = dict[str, Any]
 
@@ -26,13 +26,6 @@ FAREWELL_S = 30
 HEAD_PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
 METRICS_PORT = 8080
 """Of Ray's own metrics, on every node."""
-
-_HEAD_VARIABLES = {
-    # A host that vanished is noticed after 8 s; Ray's own values take a minute.
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "2000",
-    "RAY_health_check_failure_threshold": "3",
-}
 
 _FAREWELL = """\
 timeout 10 ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod ends' \\
@@ -60,15 +53,18 @@ _LOCKS_MEMORY = {
 
 
 def labels(config: ClusterConfig, component: str | None = None) -> dict[str, str]:
-    """By which policies and services find our pods, whichever RayCluster they are of."""
-    found = {"app.kubernetes.io/name": "splitserve", "app.kubernetes.io/instance": config.deploy.name}
+    """By which policies and services find our pods, whichever RayCluster they are of.
+
+    Not `app.kubernetes.io/name`: the operator's service of the head looks for pods that have its own there.
+    """
+    found = {"app.kubernetes.io/part-of": "splitserve", "app.kubernetes.io/instance": config.deploy.name}
     return found | ({"app.kubernetes.io/component": component} if component else {})
 
 
 def head_template(config: ClusterConfig, *, with_autoscaler: bool) -> Yaml:
     """The head's pod. Only beside the autoscaler it talks to Kubernetes."""
     head = config.deploy.kuberay.head
-    container = _container(config, "ray-head", HEAD_PORTS, _HEAD_VARIABLES)
+    container = _container(config, "ray-head", HEAD_PORTS, FINDS_LOST_HOSTS)
     container["resources"] = _resources({"cpu": str(head.cpus), "memory": quantity(head.memory)})
     container["volumeMounts"].append({"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True})
     spec = _pod_spec(config, container)
@@ -148,12 +144,13 @@ def _container(config: ClusterConfig, name: str, ports: dict[str, int], variable
         "image": config.deploy.image,
         "ports": [{"name": key, "containerPort": port} for key, port in (ports | everywhere).items()],
         "env": _environment(config, variables),
-        "securityContext": _container_security(),
+        "securityContext": container_security(),
         "volumeMounts": _mounts(config),
     }
 
 
-def _container_security() -> Yaml:
+def container_security() -> Yaml:
+    """What every container may; namespaces that enforce `restricted` ask for it."""
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
@@ -185,16 +182,17 @@ def _from_secret(variable: str, secret: str, key: str) -> Yaml:
 
 def _download(config: ClusterConfig, limits: dict[str, str]) -> Yaml:
     """The init container that brings the model; no probe of the pod counts until it is done."""
-    token_secret = config.deploy.kuberay.hub_token_secret
+    kuberay = config.deploy.kuberay
+    token_secret = kuberay.hub_token_secret
     token = [_from_secret("HF_TOKEN", token_secret, "token")] if token_secret else []
     size = {name: limits[name] for name in ("cpu", "memory")}  # the pod has them already
     return {
         "name": "model",
         "image": config.deploy.image,
         "command": ["splitserve", "download", config.model, "--set", f"cache_dir={config.cache_dir}"],
-        "env": [*token, *_variables(_hub_variables())],
+        "env": [*token, *_variables(_hub_variables() | kuberay.environment)],
         "resources": _resources(size),
-        "securityContext": _container_security(),
+        "securityContext": container_security(),
         "volumeMounts": [{"name": "models", "mountPath": MODELS}],
     }
 
@@ -210,7 +208,8 @@ def _volumes(config: ClusterConfig) -> list[Yaml]:
     kuberay = config.deploy.kuberay
     volumes: list[Yaml] = [{"name": "models"} | _model_source(config)]
     if kuberay.api_key_secret:
-        volumes.append({"name": "api-key", "secret": {"secretName": kuberay.api_key_secret}})
+        secret = {"secretName": kuberay.api_key_secret, "defaultMode": 0o440}
+        volumes.append({"name": "api-key", "secret": secret})
     return volumes
 
 

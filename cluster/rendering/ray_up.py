@@ -11,6 +11,7 @@ from cluster.deploy_ray_up import RayUp
 from cluster.rendering.clustered import clustered
 from cluster.rendering.ray_up_commands import file_mounts, setup_commands, start_head, start_worker
 from cluster.rendering.ray_up_nodes import HEAD, node_types, num_workers, offers_by_host, provider_of
+from cluster.rendering.refusals import check_for_hosts, check_for_ssh
 from cluster.rendering.yaml_text import as_yaml
 from protocol.errors import StartupError
 
@@ -37,6 +38,8 @@ def ray_up_files(config: ClusterConfig) -> dict[str, str]:
     ray_up = config.deploy.ray_up
     if ray_up.provider == "local" and ray_up.ssh_private_key is None:
         raise StartupError("deploy.ray_up.ssh_private_key is empty: name the key that opens the hosts")
+    check_for_hosts(config)
+    check_for_ssh(config)
     here = clustered(config)
     blocks = [_comment(_head(here)), *_blocks(here)]
     return {FILE: "\n\n".join(block.rstrip("\n") for block in blocks) + "\n"}

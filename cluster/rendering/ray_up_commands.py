@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cluster.config import ClusterConfig
 from cluster.deploy_ray_up import RayUp
+from cluster.environment import FINDS_LOST_HOSTS
 
 PORT = 6379
 NUM_ATTEMPTS = 5
@@ -23,12 +24,6 @@ EVERYWHERE = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray starts its workers 15 nice levels down: next to anything else they would starve.
     "RAY_worker_niceness": "0",
-}
-ON_HEAD = {
-    # Ray's own values take a minute to find that a host is cut off; these take eight seconds.
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "2000",
-    "RAY_health_check_failure_threshold": "3",
 }
 
 
@@ -63,7 +58,7 @@ def start_head(config: ClusterConfig) -> list[str]:
     """The head node computes nothing: no CPUs, no GPUs."""
     ray_up = config.deploy.ray_up
     local = ray_up.provider == "local"
-    variables = ON_HEAD | ({"RAY_enable_autoscaler_v2": "0"} if local else {})
+    variables = FINDS_LOST_HOSTS | ({"RAY_enable_autoscaler_v2": "0"} if local else {})
     address = f" --node-ip-address={ray_up.head.host}" if local else ""
     dashboard = "" if ray_up.dashboard else " --include-dashboard=false"
     return [

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.config import ClusterConfig
 from cluster.deploy_ray_up import HeadNode, PoolHosts, RayUp
-from cluster.rendering.clustered import pool_resources
+from cluster.rendering.clustered import added, pool_resources
 from protocol.errors import StartupError
 from protocol.ids import Role
 
@@ -46,7 +46,7 @@ def offers_by_host(config: ClusterConfig) -> dict[str, dict[str, int]]:
         if not hosts:
             raise StartupError(f"deploy.ray_up.{role.value}.hosts is empty: name the hosts of this pool")
         for host in hosts:
-            offers[host] = offers.get(host, {}) | _offer(config, role, len(hosts))
+            offers[host] = added(offers.get(host, {}), _offer(config, role, len(hosts)))
     return offers
 
 
@@ -83,8 +83,7 @@ def _max_num_hosts(hosts: PoolHosts) -> int:
 def _offer(config: ClusterConfig, role: Role, num_hosts: int) -> dict[str, int]:
     """Room for a host's share of the workers, and of those that a rolling update starts early."""
     pool = config.pool(role)
-    most = pool.autoscaling.max_workers or pool.num_workers
-    num_workers = math.ceil(most * (100 + pool.max_surge_percent) / 100)
+    num_workers = math.ceil(pool.most_num_workers * (100 + pool.max_surge_percent) / 100)
     share = math.ceil(num_workers / num_hosts)
     return {name: math.ceil(share * amount) for name, amount in pool_resources(config, role).items()}
 

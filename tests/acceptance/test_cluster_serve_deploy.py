@@ -46,6 +46,7 @@ class Deployed:
 
     def __init__(self, served: Served, model: Path, cache_dir: Path) -> None:
         self.served = served
+        self._is_replaced = False
         self._arguments: dict[str, Any] = {
             "model": str(model),
             "served_model_name": "tiny",
@@ -54,6 +55,7 @@ class Deployed:
             "router.worker_wait_s": LIMIT_S,
             "prefill.num_blocks": 200,
             "decode.num_blocks": 200,
+            "decode.autoscaling": {"max_workers": 1},
         }
 
     def deploy(self, **changes: object) -> None:
@@ -70,6 +72,17 @@ class Deployed:
         file = json.dumps({"proxy_location": "Disabled", "applications": [application]})
         command = [sys.executable, "-c", SERVE_DEPLOY, file, f"http.port={self.served.port}"]
         subprocess.run(command, check=True, timeout=60, env=self.served.own_environment)
+
+    def replace_everything(self) -> None:
+        """The first file does: what `serve` deployed has other versions. Later calls do nothing."""
+        if self._is_replaced:
+            return
+        workers, routers = self.workers(), self.routers()
+        self.deploy()
+        for role in ROLES:
+            self.wait_until_replaced(role, workers)
+        wait_until(lambda: len(now := self.routers()) == 1 and not now & routers, LIMIT_S, "new router")
+        self._is_replaced = True
 
     def workers(self) -> dict[str, set[str]]:
         return {role: worker_ids(self.served, role) for role in ROLES}
@@ -96,29 +109,27 @@ class Deployed:
 def deployed(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     folder = tmp_path_factory.mktemp("deployed")
     patience = f"router.worker_wait_s={LIMIT_S}"  # a pool of one has a pause while its successor starts
-    with serving(tiny_llama, folder, "--set", patience) as served:
+    follows_load = "decode.autoscaling.max_workers=1"  # switched on later, it would replace the pool
+    with serving(tiny_llama, folder, "--set", patience, "--set", follows_load) as served:
         yield Deployed(served, tiny_llama, folder / "cache")
 
 
 def test_an_update_of_everything_fails_no_request(deployed: Deployed) -> None:
     """The router, too: whoever has a stream there gets all of it, whoever connects finds the next one."""
-    workers, routers = deployed.workers(), deployed.routers()
     load = Load(deployed.served)
     with load.running():
-        deployed.deploy()
-        for role in ROLES:
-            deployed.wait_until_replaced(role, workers)
-        wait_until(lambda: len(now := deployed.routers()) == 1 and not now & routers, LIMIT_S, "new router")
+        deployed.replace_everything()
     assert not load.failures
     assert load.num_answered > 0
 
 
 def test_a_changed_argument_replaces_only_what_reads_it_and_fails_no_request(deployed: Deployed) -> None:
     """Serve by itself gives all deployments of a config file one version."""
+    deployed.replace_everything()
     workers, routers = deployed.workers(), deployed.routers()
     load = Load(deployed.served)
     with load.running():
-        deployed.deploy(decode__max_num_batched_tokens=256, decode__autoscaling={"max_workers": 1})
+        deployed.deploy(decode__max_num_batched_tokens=256)
         deployed.wait_until_replaced("decode", workers)
     assert not load.failures
     assert deployed.workers()["prefill"] == workers["prefill"]

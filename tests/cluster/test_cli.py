@@ -21,6 +21,7 @@ from cluster.readiness import engines_in_words
 from cluster.serve_failures import explain_failure
 from cluster.serve_port import http_answers, with_free_port
 from cluster.serve_progress import DEMO_IS_SMALL, Report, public_url, what_to_try
+from cluster.serve_run import ClusterRun
 from cluster.serve_state import read_state, state_file, write_start, write_state
 from cluster.status import ClusterStatus, as_json, as_table, look
 from protocol.errors import StartupError
@@ -116,6 +117,14 @@ def test_the_report_tells_the_seconds_since_its_start() -> None:
     report = Report(out, lambda: next(now))
     report.step("Ray runs")
     assert out.getvalue() == "    2.5 s  Ray runs\n"
+
+
+def test_the_headline_counts_the_workers_of_a_pool_that_follows_its_load() -> None:
+    """`num_workers` says nothing about such a pool."""
+    out = io.StringIO()
+    scaling = {"decode__num_workers": 9, "decode__autoscaling__max_workers": 4}
+    Report(out).headline(config(prefill__num_workers=2, **scaling))
+    assert out.getvalue() == "splitserve: demo, 2 prefill + 1 to 4 decode worker(s)\n"
 
 
 def test_what_is_to_be_copied_has_nothing_around_it() -> None:
@@ -268,3 +277,12 @@ def test_a_command_without_a_server_says_so(command: list[str], tmp_path: Path) 
     )
     assert done.returncode == 1
     assert done.stderr.startswith("error: no server answers at http://127.0.0.1:1")
+
+
+def test_a_server_that_ends_in_haste_takes_its_word_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    write_start(config())
+    ClusterRun(config(), Report(io.StringIO())).take_word_back()
+    assert not state_file(config()).exists()

@@ -36,6 +36,9 @@ def problem(text: str, folder: Path, **overrides: object) -> str:
         ("decode: {swap_memory: a lot}", "must be a number of bytes such as 512MiB or 4GiB, not 'a lot'"),
         ("decode: {threads: many}", "decode.threads: must be an integer or 'auto', not 'many'"),
         ("dtype: float16", "dtype: must be 'auto', 'float32' or 'bfloat16', not 'float16'"),
+        ("decode: {resources: {GPU: 1}}", "must be custom resources, not GPU: use num_gpus"),
+        ("decode: {resources: {decode_host: -1}}", "must be amounts of 0 or more, not -1 of decode_host"),
+        ('router: {resources: {"a\'b": 1}}', "must be names of letters"),
         ("http: {port: -1}", "http.port: must be greater than or equal to 0, not -1"),
     ],
 )

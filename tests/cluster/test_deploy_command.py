@@ -11,13 +11,16 @@ from cluster.attachment import Attachment, find_cluster
 from cluster.cluster_token import cluster_token, kept_token
 from cluster.config import ClusterConfig, load_config
 from cluster.deploy_command import (
-    ON_HEAD,
-    for_deployment,
+    deploy_cluster,
     missing_nodes,
+    server_of_its_own,
     warnings_of_deployment,
     what_was_kept,
 )
-from cluster.serve_state import read_state, write_deployment
+from cluster.rendering import for_deployment
+from cluster.rendering.clustered import ON_HEAD
+from cluster.serve_progress import Report
+from cluster.serve_state import read_state, write_deployment, write_start, write_state
 from protocol.errors import StartupError, WorkerUnavailable
 from protocol.handoff import Fingerprint
 from protocol.ids import Role, WorkerId, WorkerIdentity
@@ -53,6 +56,20 @@ def test_what_the_configuration_says_itself_stays() -> None:
     assert here.ray.address == "h:6379"
     assert here.router.resources == {"front": 1}
     assert (here.http.host, here.decode.host) == ("10.0.0.1", "d")
+
+
+@pytest.mark.parametrize("runs", [True, False], ids=["runs", "starts yet"])
+def test_the_word_of_a_server_on_the_same_port_is_not_taken_for_a_deployments(runs: bool) -> None:
+    here = config(ray__address="127.0.0.1:1")
+    if runs:
+        write_state(here, "127.0.0.1:1", ray_token="", cluster_token="")
+    else:
+        write_start(here)
+    with pytest.raises(StartupError, match=r"`splitserve serve` \(pid \d+\) has port 8000"):
+        deploy_cluster(here, Report())
+    assert server_of_its_own(here) is not None
+    write_deployment(here, "127.0.0.1:1", "token")
+    assert server_of_its_own(here) is None
 
 
 def test_routers_behind_proxies_run_anywhere() -> None:

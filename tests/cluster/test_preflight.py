@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tiny_clusters import tiny_config, tiny_model
 from cluster.compose import open_model
 from cluster.config import load_config
 from cluster.preflight import check_before_start, check_configuration, warnings_of
+from cluster.threads import threads_per_engine
 from engine.model.config import ModelConfig
 from protocol.errors import StartupError
 
@@ -18,6 +20,12 @@ from protocol.errors import StartupError
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model("smollm2", tmp_path_factory.mktemp("models"))
+
+
+def test_engines_divide_the_cores_between_all_that_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    config = load_config(None, {"decode.autoscaling.max_workers": 3})
+    assert threads_per_engine(config, config.decode) == 2
 
 
 def test_a_good_configuration_passes(model: Path) -> None:

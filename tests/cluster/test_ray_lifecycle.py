@@ -65,12 +65,12 @@ def test_a_server_behind_serves_proxy_answers_and_ends_within_fifteen_seconds(
 def test_a_killed_server_takes_ray_with_it(tiny_llama: Path, tmp_path: Path) -> None:
     """kill -9 of the command itself: the kernel ends Ray's daemons, and they their workers.
 
-    Ray's two agents first spend a minute trying to report the death to the dead.
+    Ray's two agents first spend a minute trying to report the death to the dead. A worker that Ray was just
+    starting, which no look at the family has seen yet, ends when it finds no raylet to report to.
     """
     with serving(tiny_llama, tmp_path, ready=False) as served:
         served.wait_for("Ray runs")
         family = [p for p in served.family() if not p.name().endswith("Agent")]
         served.process.kill()
         served.process.wait(timeout=10)
-        psutil.wait_procs(family, timeout=20)
-        assert_gone(served, family)
+        assert_gone(served, family, limit_s=60.0)

@@ -62,6 +62,7 @@ def test_a_pool_that_may_grow_brings_the_autoscaler_and_one_that_may_not_does_no
     grows = cluster({"decode.autoscaling.min_workers": 2, "decode.autoscaling.max_workers": 5})
     assert grows["enableInTreeAutoscaling"] is True
     assert grows["autoscalerOptions"]["version"] == "v2"
+    assert grows["autoscalerOptions"]["securityContext"]["allowPrivilegeEscalation"] is False
     decode = grows["workerGroupSpecs"][1]
     assert (decode["minReplicas"], decode["replicas"], decode["maxReplicas"]) == (2, 2, 5)
     assert "automountServiceAccountToken" not in grows["headGroupSpec"]["template"]["spec"]
@@ -76,6 +77,12 @@ def test_workers_of_both_pools_can_share_pods() -> None:
         "splitserve_prefill": 1,
         "splitserve_decode": 1,
     }
+
+
+def test_pods_of_both_pools_offer_as_much_of_one_resource_as_both_take() -> None:
+    taken = {"prefill.resources": {"big": 1}, "decode.resources": {"big": 2}}
+    (group,) = cluster({f"{K}.share_pods": True} | taken)["workerGroupSpecs"]
+    assert json.loads(group["rayStartParams"]["resources"].strip("'")) == {"big": 3}
 
 
 def test_gpus_bring_their_toleration_and_only_to_workers() -> None:
@@ -97,6 +104,24 @@ def test_no_pod_runs_as_root_or_talks_to_kubernetes() -> None:
                 "allowPrivilegeEscalation": False,
                 "capabilities": {"drop": ["ALL"]},
             }
+
+
+def test_the_operators_service_of_the_head_finds_our_head() -> None:
+    """It looks for `app.kubernetes.io/name: kuberay`, which pods get unless they say something else."""
+    spec = cluster()
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        assert "app.kubernetes.io/name" not in group["template"]["metadata"]["labels"]
+
+
+def test_the_download_goes_through_the_same_proxy_as_all_else() -> None:
+    for spec in pods({f"{K}.environment": {"HTTPS_PROXY": "http://proxy:3128"}}).values():
+        assert variables(spec["initContainers"][0])["HTTPS_PROXY"] == "http://proxy:3128"
+
+
+def test_the_clients_key_is_not_readable_for_all() -> None:
+    for spec in pods({f"{K}.api_key_secret": "key"}).values():
+        (secret,) = (volume["secret"] for volume in spec["volumes"] if "secret" in volume)
+        assert secret == {"secretName": "key", "defaultMode": 0o440}
 
 
 def test_rdma_lets_only_workers_lock_memory_and_not_what_downloads() -> None:
@@ -250,6 +275,11 @@ def test_metrics_are_scraped_at_the_heads_proxy_alone() -> None:
         ({"http.api_key_file": "key"}, "deploy.kuberay.api_key_secret"),
         ({f"{K}.redis_password_secret": "redis"}, "redis_address"),
         ({f"{K}.share_pods": True, "decode.num_workers": 2}, "workers_per_pod"),
+        (
+            {f"{K}.share_pods": True}
+            | {f"{K}.prefill.node_selector": {"gpu": "a"}, f"{K}.decode.node_selector": {"gpu": "b"}},
+            "node_selector.gpu is 'a' for prefill",
+        ),
         ({"deploy.name": "Big_Name"}, "deploy.name"),
         ({f"{K}.prefil.cpus": 2}, "deploy.kuberay.prefil"),
     ],

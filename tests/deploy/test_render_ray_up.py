@@ -78,6 +78,12 @@ def test_each_host_offers_room_for_its_share_of_the_workers(tmp_path: Path) -> N
     assert offered(command, "10.0.0.3") == {"splitserve_decode": 2}
 
 
+def test_a_host_of_both_pools_offers_as_much_of_one_resource_as_both_take(tmp_path: Path) -> None:
+    shared = {role: LOCAL.get(role, {}) | {"resources": {"big": 1}} for role in ("prefill", "decode")}
+    command = rendered(tmp_path, LOCAL | shared)["worker_start_ray_commands"][-1]
+    assert offered(command, "10.0.0.2") == {"big": 3}
+
+
 def test_a_host_that_is_not_in_the_file_does_not_start(tmp_path: Path) -> None:
     command = rendered(tmp_path, LOCAL)["worker_start_ray_commands"][-1]
     done = run_on(command, "10.0.0.33")

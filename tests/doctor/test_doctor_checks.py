@@ -8,14 +8,31 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from doctor_kit import ACTIVE_PORT, bad, healthy_node, seen, the_only
 from rich.console import Console
 from worker_fakes import D0, FINGERPRINT
 
+from cluster.config import load_config
 from cluster.doctor import Diagnosis, Finding, Severity, as_json, exit_code, print_table
-from cluster.doctor.doctor import check_all, pairs_of
-from cluster.doctor.facts import BlockRead, Clock, Live, Model, Rdma, Service, Ucx, Versions, WorkerAnswer
+from cluster.doctor.doctor import as_deployed, check_all, examine
+from cluster.doctor.facts import (
+    BlockRead,
+    Clock,
+    Live,
+    Model,
+    NodeFacts,
+    Rdma,
+    Service,
+    Ucx,
+    Versions,
+    WorkerAnswer,
+)
+from cluster.doctor.node import ThisNode
+from cluster.doctor.read_plan import ReadPlan, pairs_of
 from cluster.doctor.versions import NEEDED
+from cluster.serve_state import write_deployment
+from protocol.errors import TransferFailed
 from protocol.ids import Role
 from protocol.membership import WorkerRecord
 
@@ -43,7 +60,7 @@ def test_models_that_differ_between_nodes() -> None:
     models = (Model("/m", "ready", revision, 1) for revision in ("aaaaaaaaaa", "bbbbbbbbbb"))
     nodes = [healthy_node(f"n{i}", model=model) for i, model in enumerate(models)]
     finding = the_only(check_all(seen(*nodes, **RAY)), Severity.PROBLEM)
-    assert finding.what == "the model's files differ: aaaaaaaa on n0, bbbbbbbb on n1"
+    assert finding.what == "the model differs: aaaaaaaa on n0, bbbbbbbb on n1"
 
 
 def test_a_clock_that_is_wrong_is_worth_a_word_and_no_more() -> None:
@@ -59,6 +76,52 @@ def test_pools_that_do_not_fit_on_the_nodes() -> None:
     finding = the_only(check_all(seen(*nodes, **RAY, **changes)), Severity.PROBLEM)
     assert finding.where == "prefill pool"
     assert finding.what == ("3 workers ask for CPU 1, prefill_host 1 each, and the nodes have room for 0")
+
+
+def test_a_pool_that_follows_its_load_needs_room_for_its_least_number() -> None:
+    nodes = [healthy_node(f"n{i}", resources={"CPU": 2.0}) for i in range(2)]
+    scaling = {"prefill__num_cpus": 0, "decode__num_workers": 99, "decode__autoscaling__min_workers": 2}
+    found = check_all(seen(*nodes, **RAY, **scaling, decode__autoscaling__max_workers=8))
+    assert not bad(found)
+    assert [f.what for f in found if f.where == "decode pool"] == [
+        "CPU 1 each: the pool may grow to 8 workers, and the nodes have room for 4"
+    ]
+
+
+class NodeOfRay(ThisNode):
+    """Without probes; Ray counts what it offers."""
+
+    def __init__(self, name: str, offered: dict[str, float]) -> None:
+        super().__init__(name, load_config(None), probes={})
+        self._offered = offered
+
+    def examine(self) -> NodeFacts:
+        return NodeFacts(self.name, resources=self._offered)
+
+    def own_blocks(self, plan: ReadPlan) -> str:
+        raise TransferFailed("not in this test")
+
+
+def test_nodes_that_wait_for_splitserve_deploy_are_judged_as_it_will_use_them() -> None:
+    """It makes workers listen on their node's own address, and places them by resources of its own."""
+    nodes = [NodeOfRay(role.value, {"CPU": 4.0, f"splitserve_{role}": 1.0}) for role in Role]
+    diagnosis = examine(load_config(None, {"ray.address": "auto"}), nodes, Live(), lambda text: None)
+    assert [f.what for f in diagnosis.findings if f.check == "placement"] == [
+        "1 worker(s), CPU 1, splitserve_prefill 1 each, fit on prefill",
+        "1 worker(s), CPU 1, splitserve_decode 1 each, fit on decode",
+    ]
+    assert not [f for f in diagnosis.findings if f.check == "host"]
+
+
+def test_what_was_deployed_is_judged_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the head node the deployed file is enough: all nodes are looked at, as with --ray-address."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = load_config(None)
+    assert as_deployed(config) is config
+    write_deployment(config, "127.0.0.1:1", "secret")
+    here = as_deployed(config)
+    assert (here.ray.address, here.decode.host) == ("127.0.0.1:1", "auto")
+    assert here.decode.resources == {"splitserve_decode": 1.0}
 
 
 def test_workers_on_loopback_of_several_nodes() -> None:

@@ -146,6 +146,16 @@ def test_probes_that_fail_or_hang_are_findings_and_hold_up_nobody() -> None:
     assert [(f.severity, f.check) for f in found] == [("warning", "shm"), ("warning", "memory")]
 
 
+def test_probes_that_hang_share_one_limit() -> None:
+    """With a limit each, a node where several hang would be taken for one that does not answer."""
+    never = threading.Event()
+    now_s = iter([0.0, 2000.0, 2000.0])
+    hanging = {"memory": never.wait, "shm": never.wait}
+    facts = run_probes("n0", hanging, limit_s=1000.0, clock=lambda: next(now_s))
+    never.set()
+    assert set(facts.failures) == {"memory", "shm"}
+
+
 def test_every_probe_fills_a_fact_of_this_machine() -> None:
     probes = dict(probes_of(load_config(None)))
     del probes["model"]  # the demo model may not be installed

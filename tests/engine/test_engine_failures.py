@@ -94,7 +94,7 @@ def twins() -> Twins:
     """Whoever says `POISON_ID` gets NaN from it."""
     twins = make_twins("smollm2", tie_word_embeddings=False)
     with torch.no_grad():
-        twins.model._embedding[POISON_ID] = math.nan
+        twins.model._weights.embedding[POISON_ID] = math.nan
     return twins
 
 

@@ -14,7 +14,7 @@ from virtual_time import virtual_time
 
 from protocol.errors import InvalidRequest, RequestCancelled
 from router.chat_template import ChatTemplate
-from router.http import http_error_response, read_body
+from router.http import event, http_error_response, read_body
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 
@@ -117,3 +117,11 @@ def test_template_that_meets_too_deep_variables_refuses_them(source: str) -> Non
         template.render([], {"x": deep})
     while deep:  # level by level, lest the end of the list recurse
         deep = deep.pop()
+
+
+def test_an_event_is_one_line_for_every_client() -> None:
+    """Python's `splitlines`, on which many clients rely, ends lines at U+0085, U+2028 and U+2029, too."""
+    text = "a\x85b\u2028c\u2029d\x0be\x1cf\né"
+    line, *rest = event({"text": text}).decode().splitlines()
+    assert rest == [""]
+    assert json.loads(line.removeprefix("data: ")) == {"text": text}
