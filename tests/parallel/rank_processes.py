@@ -44,12 +44,14 @@ def leading(
     ]
     for process in others:
         process.start()
+    communicator = None
     try:
         communicator = connect("gloo", store, 0, num_ranks, device=CPU, limit_s=LIMIT_S)
         mine = load_rank(folder, communicator, cache_dir)
         yield LeaderRunner(mine.runner, StepChannel(communicator), mine.kv_cache.block_size), others
-        communicator.close()
     finally:
+        if communicator is not None:
+            communicator.close()
         for process in others:
             process.join(LIMIT_S)
             process.kill()

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from cpp_variants import CACHE_DIR, best_ops
 from rank_groups import lead_ranks
 from rank_threads import run_ranks
 from tiny_models import BlockDealer, generate, make_prompt
 from tiny_shards import load_rank, write_model
 
 from engine import AddSequence, EngineCore, Executor, PromptScored, SchedulerConfig, TokensSampled
+from engine.ops.cpu import CpuOps
 from engine.parallel import SoloCommunicator
 from engine.weights import ModelFolder
 from protocol.generation import SamplingParams, Token
@@ -65,6 +67,25 @@ def test_ranks_give_the_tokens_of_one(kind: str, num_ranks: int, tmp_path: Path)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_the_heads_of_smollm2_are_split_and_give_the_same_tokens(num_ranks: int, tmp_path: Path) -> None:
     require_parity(write_model("smollm2", tmp_path, **SMOLLM2), num_ranks, tmp_path)
+
+
+def test_ranks_with_cpp_ops_give_the_same_tokens_and_keep_a_file_of_packed_weights_each(
+    tmp_path: Path,
+) -> None:
+    best_ops(torch.float32)  # skips where there are none
+
+    def make_ops() -> CpuOps:
+        return CpuOps.create(CACHE_DIR, dtype=torch.float32, head_dim=16, num_threads=1)
+
+    folder = write_model("qwen2", tmp_path, **FEW_LAYERS)
+    alone = generate_some(load_rank(folder, SoloCommunicator(), tmp_path).runner)
+    for _ in range(2):  # packs, then maps what was packed
+        together = lead_ranks(folder, 2, tmp_path, generate_some, make_ops=make_ops)
+        assert token_ids(together) == token_ids(alone)
+    assert sorted(file.stem.rpartition("-")[2] for file in tmp_path.glob("*.weights")) == [
+        "rank0of2",
+        "rank1of2",
+    ]
 
 
 def test_neighbours_change_no_bit_with_ranks(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,17 +46,21 @@ class Rank:
         return ModelRunner(self.model, self.kv_cache, (2,), self.host_pool)
 
 
+def torch_ops() -> Ops:
+    return TorchOps(CPU, torch.float32)
+
+
 def load_rank(
     folder: ModelFolder,
     communicator: Communicator,
     cache_dir: Path,
     *,
-    ops: Ops | None = None,
+    make_ops: Callable[[], Ops] = torch_ops,
     num_blocks: int = NUM_BLOCKS,
     num_host_blocks: int = 0,
 ) -> Rank:
     config = ModelConfig.from_hf(folder.config)
-    ops = ops or TorchOps(CPU, torch.float32)
+    ops = make_ops()
     shard = None
     if communicator.num_ranks > 1:
         shard = shard_of(config, communicator.rank, communicator.num_ranks)
