@@ -52,3 +52,33 @@ def ranks_read_from(pieces: tuple[HeadPiece, ...]) -> tuple[int, ...]:
 
 def _longer(piece: HeadPiece) -> HeadPiece:
     return HeadPiece(piece.their_rank, piece.their_offset, piece.my_offset, piece.num_heads + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes that are neighbours in a block of the owner's rank and in one of one's own."""
+
+    their_offset: int
+    my_offset: int
+    num_bytes: int
+
+
+def block_spans(
+    piece: HeadPiece, *, num_layers: int, their_num_heads: int, my_num_heads: int, head_bytes: int
+) -> tuple[Span, ...]:
+    """Where a piece lies in blocks `[layers, 2, heads, block_size, head_dim]` of equal size and type.
+
+    The numbers of heads are those of the two ranks; `head_bytes` is a head's part of a layer's keys or
+    values in a block. One span when the piece is all of both blocks, else one for each layer's keys and
+    one for its values.
+    """
+    if piece.num_heads == their_num_heads == my_num_heads:
+        return (Span(0, 0, 2 * num_layers * their_num_heads * head_bytes),)
+    return tuple(
+        Span(
+            (plane * their_num_heads + piece.their_offset) * head_bytes,
+            (plane * my_num_heads + piece.my_offset) * head_bytes,
+            piece.num_heads * head_bytes,
+        )
+        for plane in range(2 * num_layers)
+    )

@@ -73,9 +73,10 @@ class GlooCommunicator:
 
         options = GatherOptions()
         options.rootRank = 0
+        x = x.contiguous()
         everybody = [torch.empty_like(x) for _ in range(self.num_ranks)] if self.rank == 0 else []
         outputs = [everybody] if everybody else []
-        self._do("gather", lambda group: group.gather(outputs, [x.contiguous()], options))
+        self._do("gather", lambda group: group.gather(outputs, [x], options))
         return everybody
 
     def broadcast(self, x: torch.Tensor) -> None:
@@ -92,7 +93,9 @@ class GlooCommunicator:
         self._is_aborted = True
         group, self._group = self._group, None
         if group is not None:
-            group.abort()  # closes the connections; the rest of it goes with the last reference
+            # Closes the connections. The rest goes with the last reference, which waits for what was under
+            # way when the group was aborted: for `limit_s` at most.
+            group.abort()
 
     def _do(self, what: str, start: Callable[[Any], Any]) -> None:
         if self._is_aborted:

@@ -55,9 +55,10 @@ class NcclCommunicator:
 
         options = GatherOptions()
         options.rootRank = 0
+        x = x.contiguous()
         everybody = [torch.empty_like(x) for _ in range(self.num_ranks)] if self.rank == 0 else []
         outputs = [everybody] if everybody else []
-        self._do("gather", lambda group: group.gather(outputs, [x.contiguous()], options))
+        self._do("gather", lambda group: group.gather(outputs, [x], options))
         return everybody
 
     def broadcast(self, x: torch.Tensor) -> None:

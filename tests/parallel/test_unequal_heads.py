@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.heads import HeadPiece, head_pieces, ranks_read_from
+from kv_transfer.heads import HeadPiece, Span, block_spans, head_pieces, ranks_read_from
 from protocol.kv_heads import kv_head_ranges
 
 
@@ -85,3 +86,38 @@ def test_readers_spread_over_ranks_that_hold_the_same_head() -> None:
     assert [ranks_read_from(pieces) for pieces in same] == [(rank,) for rank in range(8)]
     fewer = pieces_of(1, theirs=2, mine=4)
     assert [ranks_read_from(pieces) for pieces in fewer] == [(0,), (1,), (0,), (1,)]
+
+
+@pytest.mark.parametrize(("theirs", "mine"), [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (3, 2), (8, 3)])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 8])
+def test_spans_move_every_byte_of_a_block(num_kv_heads: int, theirs: int, mine: int) -> None:
+    num_layers, head_bytes = 3, 5
+    whole = np.random.default_rng(0).integers(
+        0, 255, (num_layers, 2, num_kv_heads, head_bytes), dtype=np.uint8
+    )
+    owners, readers = kv_head_ranges(num_kv_heads, theirs), kv_head_ranges(num_kv_heads, mine)
+    blocks = [whole[:, :, heads.start : heads.stop].ravel() for heads in owners]
+    for heads, pieces in zip(readers, pieces_of(num_kv_heads, theirs, mine), strict=True):
+        expected = whole[:, :, heads.start : heads.stop].ravel()
+        found = np.zeros_like(expected)
+        num_bytes = 0
+        for piece in pieces:
+            for span in block_spans(
+                piece,
+                num_layers=num_layers,
+                their_num_heads=len(owners[piece.their_rank]),
+                my_num_heads=len(heads),
+                head_bytes=head_bytes,
+            ):
+                source = blocks[piece.their_rank][span.their_offset : span.their_offset + span.num_bytes]
+                found[span.my_offset : span.my_offset + span.num_bytes] = source
+                num_bytes += span.num_bytes
+        assert np.array_equal(found, expected)
+        assert num_bytes == len(expected)
+
+
+def test_a_rank_of_the_same_layout_takes_blocks_in_one_piece() -> None:
+    spans = block_spans(
+        HeadPiece(2, 0, 0, 4), num_layers=30, their_num_heads=4, my_num_heads=4, head_bytes=2048
+    )
+    assert spans == (Span(0, 0, 30 * 2 * 4 * 2048),)
