@@ -35,8 +35,10 @@ class RecordedDecoding:
 
     @classmethod
     def create(cls, model: DecoderModel, kv_blocks: torch.Tensor) -> RecordedDecoding | None:
-        """None where the model's ops cannot record."""
-        return cls(model, model.ops, kv_blocks) if isinstance(model.ops, Recorder) else None
+        """None where the model's ops cannot record, or other ranks have a part in it."""
+        if not model.partition.is_whole or not isinstance(model.ops, Recorder):
+            return None
+        return cls(model, model.ops, kv_blocks)
 
     def logits(self, sequences: Items[Sequence]) -> torch.Tensor:
         """Write the KV of each sequence's only pending token; its float32 logits [sequences, vocab].
