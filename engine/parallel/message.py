@@ -64,7 +64,14 @@ def step_message(serial: int, plan: StepPlan, block_size: int) -> IntArray:
     scored = scored_rows(plan.slices, query_starts)
     due = query_starts[1:][[part.samples for part in plan.slices]] - 1
     sizes += [*batch.block_tables.shape, len(batch.token_ids), len(scored), len(due)]
-    arrays = [batch.starts, batch.counts, batch.block_tables.ravel(), batch.token_ids, scored, due]
+    arrays: list[npt.NDArray[Any]] = [
+        batch.starts,
+        batch.counts,
+        batch.block_tables.ravel(),
+        batch.token_ids,
+        scored,
+        due,
+    ]
     return _join([Kind.STEP, serial, *sizes], [*moves, *arrays])
 
 
