@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.kv_heads import kv_head_ranges
+from protocol.rank_layout import kv_head_ranges
 
 
 @dataclass(frozen=True, slots=True)

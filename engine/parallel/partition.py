@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from engine.parallel.communicator import Communicator
 from engine.parallel.shard import Shard
-from protocol.kv_heads import split
+from protocol.rank_layout import split
 
 
 class RankPartition:

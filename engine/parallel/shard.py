@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from engine.model.config import ModelConfig
 from protocol.errors import StartupError
-from protocol.kv_heads import kv_head_ranges, split
+from protocol.rank_layout import kv_head_ranges, split
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.model.config import ModelConfig
 from engine.parallel import Shard, shard_of
 from protocol.errors import StartupError
-from protocol.kv_heads import kv_head_ranges, split
+from protocol.rank_layout import kv_head_ranges, split
 
 LLAMA = ModelConfig.from_hf(
     {

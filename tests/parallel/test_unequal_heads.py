@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.heads import HeadPiece, Span, block_spans, head_pieces, ranks_read_from
-from protocol.kv_heads import kv_head_ranges
+from protocol.rank_layout import kv_head_ranges
 
 
 def pieces_of(num_kv_heads: int, theirs: int, mine: int) -> list[tuple[HeadPiece, ...]]:
