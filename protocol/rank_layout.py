@@ -1,4 +1,4 @@
-"""Which part of a model's KV does each rank of a worker hold? A contract: who reads its blocks relies on it.
+"""Which part of a model's KV does each rank of a worker hold? A contract: readers of its blocks rely on it.
 
 rank      = stage * tensor_parallel_size + its place in the stage; rank 0 is the leader
 a stage   has neighbouring layers; within it, neighbouring KV heads are dealt out to its ranks
