@@ -126,7 +126,7 @@ def test_a_runner_warms_all_buckets_up() -> None:
         return recording
 
     runner = make_runner(capture)
-    runner.warm_up(num_tokens=4)
+    runner.warm_up()
     assert sizes == [4, 2, 1]
     generate(runner, [BlockDealer(40).sequence([5, 6], 2)])
     assert sizes == [4, 2, 1]
