@@ -16,7 +16,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ class Usage:
     shared_bytes: int
     num_threads: int
     opcodes: Counter[str]
+    """Of PTX or AMD's assembly: matrix instructions are there what they will be on the device."""
 
     def blocks_per_multiprocessor(self, model: Model) -> int:
         by_registers = model.num_registers // (max(self.registers, 24) * self.num_threads)
@@ -134,8 +135,9 @@ class _Utils:
 
 
 @contextmanager
-def fake_gpu(name: str) -> Iterator[FakeDriver]:
-    fake, before = FakeDriver(MODELS[name]), driver._active
+def fake_gpu(name: str, **changes: int) -> Iterator[FakeDriver]:
+    """`changes` to what its `Model` says."""
+    fake, before = FakeDriver(replace(MODELS[name], **changes)), driver._active
     driver.set_active(fake)
     compiler.max_shared_mem.cache_clear()
     try:
@@ -154,19 +156,14 @@ def _nvidia_usage(binary: Any) -> Usage:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(binary.asm["cubin"])
-        resources = _cuobjdump("--dump-resource-usage", cubin)
-        assembly = _cuobjdump("-sass", cubin)
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
+        resources = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", resources)
     assert found, resources
     registers, stack, local = map(int, found.groups())
-    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", assembly)
+    opcodes = re.findall(r"^\s+(?:@!?%p\d+ )?([a-z][a-z0-9_.]*)", binary.asm["ptx"], re.MULTILINE)
     threads = binary.metadata.num_warps * 32
     return Usage(registers, stack + local, binary.metadata.shared, threads, Counter(opcodes))
-
-
-def _cuobjdump(option: str, file: Path) -> str:
-    command = [knobs.nvidia.cuobjdump.path, option, str(file)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _amd_usage(binary: Any) -> Usage:

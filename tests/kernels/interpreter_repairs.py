@@ -4,10 +4,14 @@ The interpreter keeps bfloat16 as raw 16-bit integers: it rounds by cutting off,
 integers, and feeds them to `dot`. Its conversions to float8 lose carries and do not saturate. Here the
 conversions are right, `dot` takes what the numbers mean, and other arithmetic on bfloat16 raises, since
 kernels should cast to float32 first. Written for Triton 3.9; 3.6 and 3.8 have the same names.
+
+It also prepares the language for every call of one kernel by another, and looks for what there is to
+prepare for every launch: a third of all its time. Here it does both once.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -104,7 +108,7 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
 def repaired() -> Iterator[MemoryCheck]:
     """The interpreter computes rightly inside; switch the check on by `is_on`."""
     check = MemoryCheck()
-    patches = [*_arithmetic(), *_memory(check)]
+    patches = [*_arithmetic(), *_memory(check), *_language()]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
     for owner, name, replacement in patches:
         setattr(owner, name, replacement)
@@ -161,6 +165,33 @@ def _arithmetic() -> list[tuple[Any, str, Any]]:
         (_Builder, "binary_op", combined),
         (_Builder, "cast_impl", casted),
         *((_Builder, name, lambda self, value, target: self.cast_impl(value, target)) for name in _CASTS),
+    ]
+
+
+def _language() -> list[tuple[Any, str, Any]]:
+    """Launches prepare the language and undo it; calls within a launch only prepare, and for good."""
+    prepare = interpreter._patch_lang
+    prepared: set[Any] = set()
+    builtins: dict[Any, list[str]] = {}
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn not in prepared:
+            prepare(self.fn)
+            prepared.add(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    def prepare_builtins(package: Any, builder: Any, scope: Any) -> None:
+        if package not in builtins:
+            members = inspect.getmembers(package)
+            builtins[package] = [name for name, member in members if tl.core.is_builtin(member)]
+        for name in builtins[package]:
+            member = getattr(package, name)
+            if tl.core.is_builtin(member):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    return [
+        (interpreter.InterpretedFunction, "__call__", called),
+        (interpreter, "_patch_builtin", prepare_builtins),
     ]
 
 

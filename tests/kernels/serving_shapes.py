@@ -27,6 +27,12 @@ class ServedModel:
 
 LLAMA_8B = ServedModel(32, 8, 128, 4096, 14336)
 SMOLLM2 = ServedModel(9, 3, 64, 576, 1536)
+SMALL_STEP = [(40, 1), (300, 1), (70, 70)]
+"""Two decodes and a prefill, by (context length, queries)."""
+
+
+def make_ops(model: ServedModel) -> TritonOps:
+    return TritonOps.create(dtype=model.dtype, head_dim=model.head_dim)
 
 
 def layout_of(parts: list[tuple[int, int]], block_size: int) -> BatchLayout:

@@ -24,7 +24,7 @@ TINY: dict[str, object] = {
     "num_key_value_heads": 1,
     "head_dim": 16,
     "vocab_size": 64,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 32,
 }
 
 
