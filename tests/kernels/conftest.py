@@ -8,4 +8,4 @@ from importlib.util import find_spec
 SUITES = {"ahead_of_time", "interpreter"}
 SUITE = "interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else "ahead_of_time"
 
-collect_ignore = sorted(SUITES - {SUITE}) if find_spec("triton") else sorted(SUITES)
+collect_ignore = sorted(SUITES - {SUITE}) if find_spec("triton") else [*SUITES, "test_interpreter_suite.py"]

@@ -17,6 +17,7 @@ from traced_work import CannotCapture, capture_trace, run_again
 
 from engine.captured_decoding import Capture, CapturedDecoding, bucket_sizes
 from engine.kv_cache import KvCache
+from engine.model.partition import Whole
 from engine.ops import Recording, TorchOps
 from engine.ops.triton import TritonOps, Tuning
 from engine.ops.triton.tuning import Tile
@@ -123,6 +124,20 @@ def test_ops_that_cannot_be_captured_are_told_apart() -> None:
     decoding = CapturedDecoding(model, torch.zeros(4, 1, 2, 2, BLOCK_SIZE, 16), run_again, 2)
     with pytest.raises(EngineFault, match="cannot be captured"):
         decoding.warm_up()
+
+
+class PartOfSeveral(Whole):
+    is_whole = False
+
+
+def test_nothing_is_captured_where_other_ranks_have_a_part() -> None:
+    def capture(work):
+        raise AssertionError
+
+    twins = make_twins("llama", **SIZES)
+    twins.model.partition = PartOfSeveral()
+    kv_cache = KvCache(twins.config, num_blocks=9, block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU)
+    ModelRunner(twins.model, kv_cache, (), capture=capture, max_sequences=2).warm_up()
 
 
 def test_a_runner_warms_all_buckets_up() -> None:
