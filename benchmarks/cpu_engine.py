@@ -24,6 +24,7 @@ from engine import (
     SequenceFailed,
     TokensSampled,
 )
+from engine.batch import make_layout
 from engine.kv_cache import KvCache
 from engine.model import DecoderModel, ModelConfig
 from engine.model.decoding import MAX_SEQUENCES, RecordedDecoding
@@ -31,7 +32,7 @@ from engine.model.weights import pack_weights
 from engine.ops import Ops
 from engine.ops.cpu import CpuOps
 from engine.plan import Slice
-from engine.runner import ModelRunner, make_layout
+from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from engine.weights import ModelFolder, load_weights
 from protocol.generation import SamplingParams

@@ -13,6 +13,7 @@ from cluster.provided_engine import OnEvents, ProvidedEngine
 from cluster.threads import threads_per_engine
 from engine import Command, EngineCore, EngineThread, SchedulerConfig
 from engine.device import limit_threads, memory_bytes, select_device, select_dtype
+from engine.graph_runner import capture_for
 from engine.host_kv_pool import HostKvPool
 from engine.kv_cache import (
     KvCache,
@@ -103,7 +104,14 @@ def build_engine(
     model = DecoderModel(model_config, weights, ops, device=device, dtype=dtype, max_model_len=length)
     kv_cache = _lay_out_cache(config, pool, model)
     host_pool = _lay_out_host_pool(pool, kv_cache)
-    runner = ModelRunner(model, kv_cache, tuple(folder.eos_token_ids), host_pool)
+    runner = ModelRunner(
+        model,
+        kv_cache,
+        tuple(folder.eos_token_ids),
+        host_pool,
+        capture=capture_for(ops, device),
+        max_sequences=pool.max_num_seqs,
+    )
     runner.warm_up()
     end_phase("engine")
     return EngineParts(

@@ -35,8 +35,13 @@ class EngineThread:
         idle_wait_s: float = 1.0,
         *,
         progress: Callable[[], int] | None = None,
+        keep_alive: Callable[[], None] | None = None,
     ) -> None:
-        """`progress` grows while the core's executor computes; None: with its steps. Thread-safe."""
+        """`progress` grows while the core's executor computes; None: with its steps. Thread-safe.
+
+        `keep_alive` is called on the engine thread, at least every `idle_wait_s`, while there is nothing to
+        compute. What it raises ends the engine.
+        """
         self._core = core
         self._on_events = on_events
         self._idle_wait_s = idle_wait_s
@@ -46,6 +51,7 @@ class EngineThread:
         self._end: SplitserveError | None = None
         self._fault: EngineFault | None = None
         self._stats = core.stats()
+        self._keep_alive = keep_alive or (lambda: None)
         self._progress = progress or (lambda: self._stats.num_steps)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -101,6 +107,8 @@ class EngineThread:
                 self._handle_commands()
                 if self._core.has_work:
                     self._tell(self._core.step(announce=self._tell))
+                else:
+                    self._keep_alive()
                 self._stats = self._core.stats()
         except BaseException as error:  # nothing is above a thread: whatever it was, it is told
             self._end_broken(error)

@@ -9,6 +9,7 @@ nixl          between workers (`nixl_agent`, `nixl_metadata`)
 loopback      within one process
 faulty        any transport with faults on purpose (`faults`)
 reader        tokens from owners of any layout (`layout`, `staging`, `staging_area`, `repack`)
+heads         heads between workers of unequal numbers of ranks; not used yet
 """
 
 from kv_transfer.checksums import block_checksums, require_checksums

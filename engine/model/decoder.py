@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from engine.model.config import ModelConfig
+from engine.model.partition import Partition, Whole
 from engine.model.rope import rope_tables
 from engine.model.weights import LayerWeights, ModelWeights
-from engine.ops import Ops, StepAttention
+from engine.ops import Ops, RotatingAttention, StepAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +48,15 @@ class DecoderModel:
         device: torch.device,
         dtype: torch.dtype,
         max_model_len: int | None = None,
+        partition: Partition | None = None,
     ) -> None:
-        """`weights` were packed by `ops`."""
+        """`weights` were packed by `ops`. With a `partition`, `config` and `weights` are one rank's."""
         self.config = config
         self.ops = ops
         self.device = device
         self.dtype = dtype
         self.max_model_len = max_model_len or config.max_model_len
+        self.partition = partition or Whole()
         self._weights = weights
         self.num_layers_run = 0
         """Over all calls: shows that a long one gets on."""
@@ -72,25 +75,26 @@ class DecoderModel:
 
     def embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Embedded:
         return Embedded(
-            self._weights.embedding.index_select(0, token_ids),
+            self.partition.embed(self._weights.embedding, token_ids),
             self._cos.index_select(0, positions),
             self._sin.index_select(0, positions),
         )
 
     def embed_into(self, embedded: Embedded, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """For models of one rank."""
         torch.index_select(self._weights.embedding, 0, token_ids, out=embedded.residual)
         torch.index_select(self._cos, 0, positions, out=embedded.cos)
         torch.index_select(self._sin, 0, positions, out=embedded.sin)
 
     def layers(self, embedded: Embedded, attention: StepAttention) -> HiddenState:
-        """Uses nothing but the ops and views, so that it can be recorded."""
+        """Uses nothing but the ops and views, so that it can be recorded where one rank does it all."""
         residual, rotation = embedded.residual, (embedded.cos, embedded.sin)
         delta: torch.Tensor | None = None
         for index, layer in enumerate(self._weights.layers):
             x, residual = self._add_norm(delta, residual, layer.input_norm)
             x = self._attend(index, x, rotation, attention)
             x, residual = self._add_norm(x, residual, layer.mlp_norm)
-            delta = self.ops.linear(self.ops.gated(x, layer.gate_up), layer.down)
+            delta = self.partition.add_up(self.ops.linear(self.ops.gated(x, layer.gate_up), layer.down))
             self.num_layers_run += 1
         return HiddenState(delta, residual)
 
@@ -102,9 +106,9 @@ class DecoderModel:
         return self.all_logits(HiddenState(delta, hidden.residual.index_select(0, rows)))
 
     def all_logits(self, hidden: HiddenState) -> torch.Tensor:
-        """The float32 logits [rows, vocab] of all rows. Overwrites `hidden`; can be recorded."""
+        """The float32 logits [rows, vocab] of all rows; overwrites `hidden`. Recorded as `layers`."""
         x, _ = self._add_norm(hidden.delta, hidden.residual, self._weights.norm)
-        return self.ops.logits(x, self._weights.head)
+        return self.partition.collect(self.ops.logits(x, self._weights.head))
 
     def _add_norm(
         self, delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor
@@ -123,12 +127,26 @@ class DecoderModel:
     ) -> torch.Tensor:
         config, layer = self.config, self._weights.layers[index]
         heads = self.ops.linear(x, layer.qkv).view(x.shape[0], -1, config.head_dim)
-        values_start = config.num_heads + config.num_kv_heads
         self._normalise_heads(layer, heads)
+        if isinstance(attention, RotatingAttention):
+            queries = attention.rotate_and_write(index, heads, config.num_heads, *rotation)
+        else:
+            queries = self._rotate_then_write(index, heads, rotation, attention)
+        attended = attention.attend(index, queries, config.windows[index])
+        return self.partition.add_up(self.ops.linear(attended.view(x.shape[0], -1), layer.output))
+
+    def _rotate_then_write(
+        self,
+        index: int,
+        heads: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        attention: StepAttention,
+    ) -> torch.Tensor:
+        num_heads = self.config.num_heads
+        values_start = num_heads + self.config.num_kv_heads
         rotated = self.ops.rope(heads[:, :values_start], *rotation)
-        attention.write(index, rotated[:, config.num_heads :], heads[:, values_start:])
-        attended = attention.attend(index, rotated[:, : config.num_heads], config.windows[index])
-        return self.ops.linear(attended.view(x.shape[0], -1), layer.output)
+        attention.write(index, rotated[:, num_heads:], heads[:, values_start:])
+        return rotated[:, :num_heads]
 
     def _normalise_heads(self, layer: LayerWeights, heads: torch.Tensor) -> None:
         if layer.q_norm is None or layer.k_norm is None:

@@ -27,6 +27,7 @@ class RecordedDecoding:
         """`recorder` is the model's ops; `kv_blocks` [blocks, layers, 2, kv_heads, block_size, head_dim]
         stays where it is.
         """
+        self.max_sequences = MAX_SEQUENCES
         self._model = model
         self._recorder = recorder
         self._kv_blocks = kv_blocks
@@ -34,8 +35,10 @@ class RecordedDecoding:
 
     @classmethod
     def create(cls, model: DecoderModel, kv_blocks: torch.Tensor) -> RecordedDecoding | None:
-        """None where the model's ops cannot record."""
-        return cls(model, model.ops, kv_blocks) if isinstance(model.ops, Recorder) else None
+        """None where the model's ops cannot record, or other ranks have a part in it."""
+        if not model.partition.is_whole or not isinstance(model.ops, Recorder):
+            return None
+        return cls(model, model.ops, kv_blocks)
 
     def logits(self, sequences: Items[Sequence]) -> torch.Tensor:
         """Write the KV of each sequence's only pending token; its float32 logits [sequences, vocab].

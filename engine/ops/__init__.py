@@ -1,7 +1,17 @@
 """The arithmetic of the model behind one port, with an implementation per kind of device."""
 
 from engine.ops.choose import choose_ops
-from engine.ops.port import BatchLayout, Drawer, Linear, Ops, Recorder, Recording, StepAttention
+from engine.ops.port import (
+    BatchLayout,
+    Drawer,
+    Linear,
+    Ops,
+    Recorder,
+    Recording,
+    RotatingAttention,
+    StepAttention,
+    UploadedAttention,
+)
 from engine.ops.torch_ops import TorchOps
 
 __all__ = [
@@ -11,7 +21,9 @@ __all__ = [
     "Ops",
     "Recorder",
     "Recording",
+    "RotatingAttention",
     "StepAttention",
     "TorchOps",
+    "UploadedAttention",
     "choose_ops",
 ]

@@ -74,6 +74,31 @@ class StepAttention(Protocol):
         """
 
 
+@runtime_checkable
+class RotatingAttention(StepAttention, Protocol):
+    """Attention that rotates and writes in one go."""
+
+    def rotate_and_write(
+        self, layer: int, heads: torch.Tensor, num_heads: int, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        """As `Ops.rope` of queries and keys, then `write`; returns the queries [rows, num_heads, head_dim].
+
+        `heads` [rows, num_heads + 2 * kv_heads, head_dim] holds queries, keys and values, and may be
+        overwritten.
+        """
+
+
+@runtime_checkable
+class UploadedAttention(StepAttention, Protocol):
+    """Attention that reads its layout first, and then works on the device alone, so it can be captured.
+
+    The work depends on the layout's sizes only, when all its sequences have one query.
+    """
+
+    def upload(self) -> object:
+        """Read the layout, anew if it was read before: into the same memory, for captured work to find."""
+
+
 class Ops(Protocol):
     """The arithmetic of a decoder. Stateless but for scratch memory; used by one thread."""
 

@@ -29,10 +29,10 @@ def score_prompts(
     `query_starts` are the slices' first rows; `logits_of` gives the float32 logits [rows, vocab] of
     some. Scores are NaN where logits hold it: see `are_usable`.
     """
-    counts = {i: _num_scored(part) for i, part in enumerate(slices) if _is_scored(part)}
+    counts = _counts(slices)
     if not counts:
         return {}
-    rows = np.concatenate([query_starts[i] + np.arange(count) for i, count in counts.items()])
+    rows = scored_rows(slices, query_starts)
     sequences = [slices[i].sequence for i in counts]
     token_ids: list[int] = []
     num_best: list[int] = []
@@ -40,13 +40,25 @@ def score_prompts(
         first = sequence.num_computed + 1
         token_ids += sequence.token_ids[first : first + count]
         num_best += [sequence.sampling.prompt_logprobs or 0] * count
-    tokens = _score_rows(rows.astype(np.int64), token_ids, num_best, logits_of)
+    tokens = _score_rows(rows, token_ids, num_best, logits_of)
     return {i: list(islice(tokens, count)) for i, count in counts.items()}
+
+
+def scored_rows(slices: Items[Slice], query_starts: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """The rows whose logits `score_prompts` asks for, MAX_ROWS at a time, in order."""
+    counts = _counts(slices)
+    rows = [query_starts[i] + np.arange(count) for i, count in counts.items()]
+    return np.concatenate(rows).astype(np.int64) if rows else np.empty(0, dtype=np.int64)
 
 
 def are_usable(scores: Items[Token]) -> bool:
     """All are numbers. A token may be impossible; that is minus infinity."""
     return not any(token.logprob is None or math.isnan(token.logprob) for token in scores)
+
+
+def _counts(slices: Items[Slice]) -> dict[int, int]:
+    """By position of the slice, where there are any: rows that are scored."""
+    return {i: _num_scored(part) for i, part in enumerate(slices) if _is_scored(part)}
 
 
 def _is_scored(part: Slice) -> bool:

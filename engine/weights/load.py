@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.weights.checkpoint import StoredTensor, read_checkpoint
 from engine.weights.folder import ModelFolder
+from engine.weights.part import byte_range, part_bytes, read_tensor
 from engine.weights.progress import Progress, tracked
 from protocol.errors import StartupError
 
 if TYPE_CHECKING:
     import torch
+
+    from engine.parallel import Shard
 
 _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 _DERIVED = "rotary_emb.inv_freq"
@@ -25,9 +27,10 @@ def load_weights(
     folder: ModelFolder,
     dtype: torch.dtype,
     *,
+    shard: Shard | None = None,
     progress: Progress | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The model's tensors on the CPU, by Hugging Face name.
+    """The model's tensors on the CPU, by Hugging Face name; with `shard` that rank's part of them.
 
     A tensor that is stored as `dtype` is a read-only view of the mapped file: workers on one machine
     share its pages, and it must not be written to. The others are cast, one after the other: threads that
@@ -39,25 +42,31 @@ def load_weights(
     stored = [tensor for tensor in read_checkpoint(folder.path) if _is_needed(tensor, folder)]
     _check_types(stored)
     stored.sort(key=lambda tensor: (tensor.file, tensor.offset))  # reads each file from front to back
-    for file in dict.fromkeys(tensor.file for tensor in stored):
-        _read_ahead(file)
+    for _, in_file in groupby(stored, key=lambda tensor: tensor.file):
+        _read_ahead(list(in_file), shard)
     weights: dict[str, torch.Tensor] = {}
-    total_bytes = sum(tensor.num_bytes for tensor in stored)
+    total_bytes = sum(part_bytes(tensor, shard) for tensor in stored)
     with tracked(progress, f"Loading {folder.name}", total_bytes) as advance:
-        for _, shard in groupby(stored, key=lambda tensor: tensor.file):
-            for tensor, value in _read(list(shard), dtype):
+        for _, in_file in groupby(stored, key=lambda tensor: tensor.file):
+            for tensor, value in _read(list(in_file), dtype, shard):
                 weights[tensor.name] = value
-                advance(tensor.num_bytes)
+                advance(part_bytes(tensor, shard))
     return weights
 
 
-def _read_ahead(file: Path) -> None:
-    """Have the kernel read it from now on; what another worker has had read already is not read twice."""
-    with file.open("rb") as stream:
-        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+def _read_ahead(tensors: list[StoredTensor], shard: Shard | None) -> None:
+    """Have the kernel read a file from now on, or what a shard needs of it; what another worker has had
+    read already is not read twice.
+    """
+    ranges = [(0, 0)] if shard is None else [byte_range(tensor, shard) for tensor in tensors]
+    with tensors[0].file.open("rb") as stream:
+        for offset, num_bytes in ranges:
+            os.posix_fadvise(stream.fileno(), offset, num_bytes, os.POSIX_FADV_WILLNEED)
 
 
-def _read(tensors: list[StoredTensor], dtype: torch.dtype) -> Iterable[tuple[StoredTensor, torch.Tensor]]:
+def _read(
+    tensors: list[StoredTensor], dtype: torch.dtype, shard: Shard | None
+) -> Iterable[tuple[StoredTensor, torch.Tensor]]:
     """The tensors of one file."""
     from safetensors import SafetensorError, safe_open
 
@@ -65,7 +74,7 @@ def _read(tensors: list[StoredTensor], dtype: torch.dtype) -> Iterable[tuple[Sto
     try:
         with safe_open(file, framework="pt") as opened:
             for tensor in tensors:
-                yield tensor, opened.get_tensor(tensor.name).to(dtype)
+                yield tensor, read_tensor(opened, tensor, shard).to(dtype)
     except (SafetensorError, OSError) as error:
         raise StartupError(f"{file} cannot be read ({error}): download it again") from error
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from engine.model import ModelConfig
     from engine.model.weights import ModelWeights, Part
     from engine.ops import Ops
+    from engine.parallel import Shard
 
 log = logging.getLogger(__name__)
 
@@ -34,23 +35,29 @@ def load_packed(
     device: torch.device,
     dtype: torch.dtype,
     cache_dir: Path,
+    shard: Shard | None = None,
     progress: Progress | None = None,
 ) -> ModelWeights:
-    """The model's weights, packed by `ops`.
+    """The model's weights, packed by `ops`; with `shard`, made of `config`, that rank's part of them.
 
     Where `ops` pack into plain memory, the first worker of a host writes a file in `cache_dir`, and all of
     them map it: they share its memory, and later starts read no checkpoint. Raises `StartupError`.
     """
     from engine.model.weights import assemble, packed_parts
 
+    part = shard.local if shard else config
+
     def make() -> Iterable[tuple[str, Part]]:
-        return packed_parts(config, load_weights(folder, dtype, progress=progress), ops, device, dtype)
+        weights = load_weights(folder, dtype, shard=shard, progress=progress)
+        return packed_parts(part, weights, ops, device, dtype)
 
     if ops.packing is None:
-        return assemble(config, dict(make()))
+        return assemble(part, dict(make()))
     number_type = str(dtype).removeprefix("torch.")
     key = {"revision": folder.revision, "dtype": number_type, "packing": ops.packing}
-    return assemble(config, shared_parts(cache_dir, key, make))
+    if shard:
+        key["shard"] = shard.label
+    return assemble(part, shared_parts(cache_dir, key, make))
 
 
 def shared_parts(cache_dir: Path, key: Key, make: Make) -> Mapping[str, Part]:

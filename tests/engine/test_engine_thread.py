@@ -250,3 +250,22 @@ def test_tokens_of_a_step_that_breaks_half_way_are_told_before_the_failures() ->
     ended = {event.seq_id for event in events if is_end(event)}
     assert ended == {"done", "damaged", "rest"}
     harness.thread.stop(TIMEOUT_S)
+
+
+def test_an_idle_engine_keeps_its_executor_alive_and_breaks_when_that_fails() -> None:
+    """Ranks that share a model would not notice each other's end while nothing is computed."""
+    calls: SimpleQueue[str] = SimpleQueue()
+
+    def keep_alive() -> None:
+        calls.put(threading.current_thread().name)
+        if calls.qsize() > 2:
+            raise EngineFault("a rank is gone")
+
+    core = Harness(FakeExecutor(block_size=4)).core
+    ended: SimpleQueue[list[Event]] = SimpleQueue()
+    thread = EngineThread(core, ended.put, "idle-engine", 0.01, keep_alive=keep_alive)
+    thread.start()
+    thread._thread.join(TIMEOUT_S)
+    assert thread.fault is not None
+    assert "a rank is gone" in thread.fault.message
+    assert calls.get_nowait() == "idle-engine"

@@ -8,10 +8,10 @@ import pytest
 import torch
 from tiny_models import CPU, KINDS, BlockDealer, Twins, generate, make_prompt, make_twins, reference_greedy
 
+from engine.batch import make_layout
 from engine.model.weights import pack_weights
 from engine.ops import TorchOps
 from engine.plan import Slice
-from engine.runner import make_layout
 from protocol.errors import StartupError
 
 LENGTHS = (1, 15, 16, 17, 33, 100)

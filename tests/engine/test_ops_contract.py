@@ -5,15 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 import torch
+from attention_samples import (
+    BLOCK_SIZE,
+    MIXES,
+    make_cache,
+    make_layout,
+    naive_attention,
+    visible_slots,
+)
 from cpp_variants import best_ops
 
-from engine.ops import BatchLayout, Ops, TorchOps
+from engine.ops import Ops, TorchOps
 
 CPU = torch.device("cpu")
-BLOCK_SIZE = 16
 IMPLEMENTATIONS: dict[str, Callable[[torch.dtype], Ops]] = {
     "torch": lambda dtype: TorchOps(CPU, dtype),
     "cpp": best_ops,
@@ -39,57 +45,6 @@ def padded(rows: int, ops: Ops) -> int:
     return -(-rows // ops.row_multiple) * ops.row_multiple
 
 
-def make_layout(parts: list[tuple[int, int]], seed: int = 0) -> BatchLayout:
-    """`parts`: (context length, queries) of each sequence; blocks are scattered."""
-    blocks_of = [-(-context // BLOCK_SIZE) for context, _ in parts]
-    order = np.random.default_rng(seed).permutation(sum(blocks_of)) + 1
-    tables = np.zeros((len(parts), max(blocks_of)), dtype=np.int32)
-    positions, slots, used = [], [], 0
-    for row, ((context, queries), num_blocks) in enumerate(zip(parts, blocks_of, strict=True)):
-        tables[row, :num_blocks] = order[used : used + num_blocks]
-        used += num_blocks
-        own = np.arange(context - queries, context)
-        positions.append(own)
-        slots.append(tables[row, own // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + own % BLOCK_SIZE)
-    starts = np.cumsum([0, *(queries for _, queries in parts)], dtype=np.int32)
-    contexts = np.array([context for context, _ in parts], dtype=np.int32)
-    return BatchLayout(starts, contexts, tables, np.concatenate(positions), np.concatenate(slots))
-
-
-def make_cache(num_kv_heads: int, head_dim: int, num_blocks: int = 200) -> torch.Tensor:
-    return torch.randn(num_blocks, 3, 2, num_kv_heads, BLOCK_SIZE, head_dim)
-
-
-def naive_attention(
-    layout: BatchLayout, cache: torch.Tensor, layer: int, queries: torch.Tensor, window: int | None
-) -> torch.Tensor:
-    """One sequence, head and query at a time, in float64."""
-    output = torch.zeros_like(queries)
-    group = queries.shape[1] // cache.shape[3]
-    for i, context in enumerate(layout.context_lens.tolist()):
-        first, stop = layout.query_starts[i], layout.query_starts[i + 1]
-        blocks = cache[layout.block_tables[i].tolist(), layer].double()  # [blocks, 2, kv_heads, size, dim]
-        keys, values = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)
-        for row in range(first, stop):
-            position = context - stop + row
-            seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
-            for head in range(queries.shape[1]):
-                scores = keys[head // group, seen] @ queries[row, head].double()
-                weights = torch.softmax(scores / math.sqrt(queries.shape[2]), -1)
-                output[row, head] = (weights @ values[head // group, seen]).float()
-    return output
-
-
-MIXES = {
-    "one token": [(1, 1)],
-    "decodes of all lengths": [(1, 1), (16, 1), (17, 1), (128, 1), (129, 1), (257, 1), (500, 1)],
-    "a whole prompt": [(150, 150)],
-    "a long prompt": [(300, 300)],
-    "chunks": [(33, 7), (130, 2), (200, 131), (64, 64)],
-    "decodes and prefills": [(40, 1), (300, 1), (70, 70), (260, 30)],
-}
-
-
 @pytest.mark.parametrize("heads", [(9, 3, 64), (4, 4, 16), (8, 1, 48)], ids=str)
 @pytest.mark.parametrize("window", [None, 1, 21, 128, 200])
 @pytest.mark.parametrize("mix", MIXES)
@@ -112,17 +67,6 @@ def test_one_step_attends_with_several_windows(ops: Ops) -> None:
     for layer, window in ((0, None), (1, 21), (2, None)):
         expected = naive_attention(layout, cache, layer, queries, window)
         torch.testing.assert_close(attention.attend(layer, queries, window), expected, rtol=1e-4, atol=1e-5)
-
-
-def visible_slots(layout: BatchLayout, cache: torch.Tensor, window: int | None) -> torch.Tensor:
-    """[blocks, block_size]: whether some query of some sequence sees it."""
-    visible = torch.zeros(cache.shape[0], BLOCK_SIZE, dtype=torch.bool)
-    num_queries = np.diff(layout.query_starts)
-    for i, context in enumerate(layout.context_lens.tolist()):
-        first = 0 if window is None else max(0, context - int(num_queries[i]) - window + 1)
-        for position in range(first, context):
-            visible[int(layout.block_tables[i, position // BLOCK_SIZE]), position % BLOCK_SIZE] = True
-    return visible
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 3e38])

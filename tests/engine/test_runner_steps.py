@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from tiny_models import BlockDealer, Twins, generate, make_prompt, make_twins, run_step
 
+from engine.batch import make_layout
 from engine.plan import Slice, StepPlan
-from engine.runner import make_layout
 
 
 @cache

@@ -1,0 +1,29 @@
+"""One model over several ranks: tensor parallelism.
+
+shard           which part of the model is whose
+communicator    what ranks can do together: solo, `gloo`, `nccl`; `connect` by name after a `rendezvous`
+partition       what they do together within a pass of the model
+leader          the rank with scheduler and sampler     follower    the others
+channel         what goes between them per step         message     as numbers
+
+The leader is an `Executor`; nothing above it knows how many ranks there are. Only what a model needs is
+named here: leader and follower, which need the runner, have their own modules.
+"""
+
+from engine.parallel.communicator import Communicator, SoloCommunicator
+from engine.parallel.connect import connect
+from engine.parallel.partition import RankPartition
+from engine.parallel.rendezvous import host_store, join_store
+from engine.parallel.shard import Cut, Shard, shard_of
+
+__all__ = [
+    "Communicator",
+    "Cut",
+    "RankPartition",
+    "Shard",
+    "SoloCommunicator",
+    "connect",
+    "host_store",
+    "join_store",
+    "shard_of",
+]

@@ -1,0 +1,46 @@
+"""Which communicator joins the ranks of a worker?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.parallel.communicator import Communicator, SoloCommunicator
+from engine.parallel.gloo import GlooCommunicator
+from engine.parallel.nccl import NcclCommunicator
+from protocol.errors import StartupError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+KINDS = ("solo", "gloo", "nccl")
+
+
+def connect(
+    kind: str,
+    store: Store,
+    rank: int,
+    num_ranks: int,
+    *,
+    device: torch.device,
+    host: str = "127.0.0.1",
+    limit_s: float = 60.0,
+) -> Communicator:
+    """This rank's place in a group for tensors on `device`; waits for the others, `limit_s` at most.
+
+    Two groups of the same ranks need a store each, or one under two prefixes. `host` is this rank's
+    address, as others reach it. Raises `StartupError` for an impossible kind, `EngineFault` when the ranks
+    do not meet.
+    """
+    if kind not in KINDS:
+        raise StartupError(f"there is no communicator {kind!r}; there are {', '.join(KINDS)}")
+    if kind == "solo" or num_ranks == 1:
+        if num_ranks != 1:
+            raise StartupError(f"{num_ranks} ranks need a communicator: gloo on CPUs, nccl on GPUs")
+        return SoloCommunicator()
+    if (kind == "nccl") != (device.type == "cuda"):
+        raise StartupError(f"{kind} does not reach tensors on {device.type}: gloo on CPUs, nccl on GPUs")
+    if kind == "nccl":
+        return NcclCommunicator(store, rank, num_ranks, device, limit_s=limit_s)
+    return GlooCommunicator(store, rank, num_ranks, host=host, limit_s=limit_s)

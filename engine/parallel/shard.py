@@ -1,0 +1,137 @@
+"""Which part of a model belongs to one rank of several? Pure: sizes in, ranges out.
+
+              whole                     rank r                  split along
+    embedding, head   [vocab, hidden]   its words               rows
+    q, k, v           [heads, hidden]   its heads               rows, and biases
+    output            [hidden, heads]   its heads               columns; rank 0 adds the bias
+    gate, up          [inner, hidden]   its inner columns       rows, and biases
+    down              [hidden, inner]   its inner columns       columns; rank 0 adds the bias
+    norms                               all                     -
+
+A rank's part is a model of its own, with fewer heads and so on: `Shard.local`. Sizes need not divide by
+the number of ranks; then ranks differ by one head, column or word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from engine.model.config import ModelConfig
+from protocol.errors import StartupError
+from protocol.rank_layout import kv_head_ranges, split
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A range along one axis of a weight."""
+
+    axis: int
+    span: range
+    total: int
+    """What the axis has in the whole model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What one rank holds of a model."""
+
+    whole: ModelConfig
+    rank: int
+    num_ranks: int
+    query_heads: range
+    kv_heads: range
+    inner: range
+    """Columns of the MLP's hidden layer."""
+    words: range
+    """Token ids, of the embedding and of the head."""
+
+    @property
+    def local(self) -> ModelConfig:
+        """The rank's part as a model: what its weights, its KV cache and its ops are made for."""
+        return replace(
+            self.whole,
+            num_heads=len(self.query_heads),
+            num_kv_heads=len(self.kv_heads),
+            intermediate_size=len(self.inner),
+            vocab_size=len(self.words),
+        )
+
+    @property
+    def label(self) -> str:
+        """Tells apart what was packed for different shards of one model."""
+        return f"rank{self.rank}of{self.num_ranks}"
+
+    def cut(self, name: str) -> Cut | None:
+        """The part of a weight, by Hugging Face's name; None: all of it."""
+        module, kind = name.split(".")[-2:] if "." in name else ("", name)
+        find = _CUTS.get(module)
+        if find is None:
+            return None
+        cut = find(self)
+        return cut if kind == "weight" or cut.axis == 0 else None
+
+    def is_added_elsewhere(self, name: str) -> bool:
+        """Whether it is added to a sum over the ranks, once: by rank 0, and so not here."""
+        return self.rank > 0 and name.endswith(_SUMMED_BIASES)
+
+    def _heads(self, heads: range, total: int, axis: int) -> Cut:
+        size = self.whole.head_dim
+        return Cut(axis, range(heads.start * size, heads.stop * size), total * size)
+
+
+def shard_of(config: ModelConfig, rank: int, num_ranks: int) -> Shard:
+    """The part of `rank` (from 0) of `num_ranks`. Raises `StartupError` for a model that is too small."""
+    _require_enough(config, num_ranks)
+    if not 0 <= rank < num_ranks:
+        raise StartupError(f"there is no rank {rank} among {num_ranks}")
+    kv_ranges = kv_head_ranges(config.num_kv_heads, num_ranks)
+    return Shard(
+        whole=config,
+        rank=rank,
+        num_ranks=num_ranks,
+        query_heads=_query_heads(config, kv_ranges, rank),
+        kv_heads=kv_ranges[rank],
+        inner=split(config.intermediate_size, num_ranks)[rank],
+        words=split(config.vocab_size, num_ranks)[rank],
+    )
+
+
+def _require_enough(config: ModelConfig, num_ranks: int) -> None:
+    if num_ranks < 1:
+        raise StartupError(f"a model needs at least one rank, not {num_ranks}")
+    for total, what in (
+        (config.num_heads, "attention heads"),
+        (config.intermediate_size, "columns in its MLP"),
+        (config.vocab_size, "tokens in its vocabulary"),
+    ):
+        if num_ranks > total:
+            raise StartupError(
+                f"the model has {total} {what}, which {num_ranks} ranks cannot share: "
+                f"lower the tensor parallel size to {total} or less"
+            )
+
+
+def _query_heads(config: ModelConfig, kv_ranges: tuple[range, ...], rank: int) -> range:
+    """Those that attend to the rank's KV heads; ranks that hold the same KV head share its queries."""
+    mine = kv_ranges[rank]
+    holders = [other for other, heads in enumerate(kv_ranges) if heads == mine]
+    group = config.num_heads // config.num_kv_heads
+    queries = range(mine.start * group, mine.stop * group)
+    shares = split(len(queries), len(holders))
+    share = shares[holders.index(rank)]
+    return queries[share.start : share.stop]
+
+
+_CUTS: Mapping[str, Callable[[Shard], Cut]] = {
+    "embed_tokens": lambda shard: Cut(0, shard.words, shard.whole.vocab_size),
+    "lm_head": lambda shard: Cut(0, shard.words, shard.whole.vocab_size),
+    "q_proj": lambda shard: shard._heads(shard.query_heads, shard.whole.num_heads, axis=0),
+    "k_proj": lambda shard: shard._heads(shard.kv_heads, shard.whole.num_kv_heads, axis=0),
+    "v_proj": lambda shard: shard._heads(shard.kv_heads, shard.whole.num_kv_heads, axis=0),
+    "o_proj": lambda shard: shard._heads(shard.query_heads, shard.whole.num_heads, axis=1),
+    "gate_proj": lambda shard: Cut(0, shard.inner, shard.whole.intermediate_size),
+    "up_proj": lambda shard: Cut(0, shard.inner, shard.whole.intermediate_size),
+    "down_proj": lambda shard: Cut(1, shard.inner, shard.whole.intermediate_size),
+}
+_SUMMED_BIASES = ("o_proj.bias", "down_proj.bias")

@@ -1,0 +1,60 @@
+"""Which bytes of a checkpoint does one rank of several read? Those of its shard, and no others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engine.weights.checkpoint import StoredTensor
+from protocol.errors import StartupError
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.parallel import Shard
+
+
+def read_tensor(opened: Any, stored: StoredTensor, shard: Shard | None) -> torch.Tensor:
+    """A tensor of an opened safetensors file, or the shard's part of it.
+
+    A view of the mapped file: the bytes of other parts are not read. Raises `StartupError` for a shape
+    that config.json does not imply.
+    """
+    if shard is None:
+        return _tensor(opened.get_tensor(stored.name))
+    if shard.is_added_elsewhere(stored.name):
+        import torch
+
+        return torch.zeros(stored.shape)
+    cut = shard.cut(stored.name)
+    if cut is None:
+        return _tensor(opened.get_tensor(stored.name))
+    if len(stored.shape) <= cut.axis or stored.shape[cut.axis] != cut.total:
+        raise StartupError(
+            f"the weight {stored.name!r} is {stored.shape}; config.json implies {cut.total} "
+            f"along dimension {cut.axis}"
+        )
+    part = slice(cut.span.start, cut.span.stop)
+    whole = opened.get_slice(stored.name)
+    return _tensor(whole[part] if cut.axis == 0 else whole[:, part])
+
+
+def part_bytes(stored: StoredTensor, shard: Shard | None) -> int:
+    """How many bytes of the tensor `read_tensor` gives."""
+    cut = shard.cut(stored.name) if shard else None
+    if cut is None or not cut.total:
+        return stored.num_bytes
+    return stored.num_bytes * len(cut.span) // cut.total
+
+
+def byte_range(stored: StoredTensor, shard: Shard | None) -> tuple[int, int]:
+    """(offset, length) in its file of what is read in one go; columns lie all over the tensor."""
+    cut = shard.cut(stored.name) if shard else None
+    if cut is None or cut.axis != 0 or not cut.total:
+        return stored.offset, stored.num_bytes
+    row_bytes = stored.num_bytes // cut.total
+    return stored.offset + cut.span.start * row_bytes, len(cut.span) * row_bytes
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    found: torch.Tensor = value
+    return found

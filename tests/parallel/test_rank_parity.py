@@ -1,0 +1,153 @@
+"""Several ranks give the tokens of one: all families, uneven heads, chunks, swaps and scored prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cpp_variants import CACHE_DIR, best_ops
+from rank_groups import lead_ranks
+from rank_threads import run_ranks
+from tiny_models import BlockDealer, generate, make_prompt
+from tiny_shards import load_rank, write_model
+
+from engine import AddSequence, EngineCore, Executor, PromptScored, SchedulerConfig, TokensSampled
+from engine.ops.cpu import CpuOps
+from engine.parallel import SoloCommunicator
+from engine.weights import ModelFolder
+from protocol.generation import SamplingParams, Token
+from protocol.ids import SequenceId
+
+FEW_LAYERS = {"num_hidden_layers": 2}
+SMOLLM2 = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144, **FEW_LAYERS}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def generate_some(executor: Any) -> list[list[Token]]:
+    dealer = BlockDealer()
+    sequences = [
+        dealer.sequence(make_prompt(length), 5, logprobs=2, temperature=temperature, seed=length)
+        for length, temperature in ((1, 0.0), (37, 0.0), (18, 0.9))
+    ]
+    return generate(executor, sequences, chunk_size=16)
+
+
+def token_ids(outputs: list[list[Token]]) -> list[list[int]]:
+    return [[token.token_id for token in tokens] for tokens in outputs]
+
+
+def require_parity(folder: ModelFolder, num_ranks: int, cache_dir: Path) -> None:
+    alone = generate_some(load_rank(folder, SoloCommunicator(), cache_dir).runner)
+    together = lead_ranks(folder, num_ranks, cache_dir, generate_some)
+    assert token_ids(together) == token_ids(alone)
+    for mine, theirs in zip(chain(*together), chain(*alone), strict=True):
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=2e-4)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    "kind",
+    ["llama_biased", "mistral_sliding", "qwen2", "qwen3_tied", "multi_head", "one_kv_head"],
+)
+def test_ranks_give_the_tokens_of_one(kind: str, num_ranks: int, tmp_path: Path) -> None:
+    require_parity(write_model(kind, tmp_path, **FEW_LAYERS), num_ranks, tmp_path)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_the_heads_of_smollm2_are_split_and_give_the_same_tokens(num_ranks: int, tmp_path: Path) -> None:
+    require_parity(write_model("smollm2", tmp_path, **SMOLLM2), num_ranks, tmp_path)
+
+
+def test_ranks_with_cpp_ops_give_the_same_tokens_and_keep_a_file_of_packed_weights_each(
+    tmp_path: Path,
+) -> None:
+    best_ops(torch.float32)  # skips where there are none
+
+    def make_ops() -> CpuOps:
+        return CpuOps.create(CACHE_DIR, dtype=torch.float32, head_dim=16, num_threads=1)
+
+    folder = write_model("qwen2", tmp_path, **FEW_LAYERS)
+    alone = generate_some(load_rank(folder, SoloCommunicator(), tmp_path).runner)
+    for _ in range(2):  # packs, then maps what was packed
+        together = lead_ranks(folder, 2, tmp_path, generate_some, make_ops=make_ops)
+        assert token_ids(together) == token_ids(alone)
+    assert sorted(file.stem.rpartition("-")[2] for file in tmp_path.glob("*.weights")) == [
+        "rank0of2",
+        "rank1of2",
+    ]
+
+
+def test_neighbours_change_no_bit_with_ranks(tmp_path: Path) -> None:
+    """Sums over three ranks depend on their order: it must not depend on the number of rows."""
+    folder = write_model("smollm2", tmp_path, **SMOLLM2)
+
+    def use(executor: Any) -> tuple[list[list[Token]], list[list[Token]]]:
+        prompts = [make_prompt(length) for length in (40, 3, 21)]
+        dealer = BlockDealer()
+        together = generate(executor, [dealer.sequence(p, 3, logprobs=300) for p in prompts])
+        alone = [generate(executor, [dealer.sequence(p, 3, logprobs=300)], 16)[0] for p in prompts]
+        return together, alone
+
+    together, alone = lead_ranks(folder, 3, tmp_path, use)
+    assert together == alone
+
+
+def make_request(length: int, num_samples: int, **more: Any) -> AddSequence:
+    sampling = SamplingParams(max_tokens=20, temperature=0.7, seed=length, ignore_eos=True, **more)
+    return AddSequence(
+        SequenceId(f"s{length}"), tuple(make_prompt(length)), sampling, num_samples=num_samples
+    )
+
+
+def run_engine(executor: Executor) -> tuple[dict[tuple[str, int], list[int]], list[float]]:
+    """A full engine with too few blocks: it swaps, shares, copies, and scores a prompt."""
+    config = SchedulerConfig(
+        num_blocks=10,
+        num_host_blocks=20,
+        max_model_len=200,
+        max_num_batched_tokens=48,
+        max_num_seqs=8,
+        low_watermark=0.0,
+        high_watermark=0.0,
+        preemption="swap",
+    )
+    core = EngineCore(config, executor, frozenset([2]), lambda: 0.0)
+    for request in (make_request(30, 1), make_request(45, 2, prompt_logprobs=1), make_request(20, 3)):
+        core.handle(request)
+    tokens: dict[tuple[str, int], list[int]] = {}
+    scores: list[float] = []
+    while core.has_work:
+        for event in core.step():
+            if isinstance(event, TokensSampled):
+                found = tokens.setdefault((event.seq_id, event.index), [])
+                found += [token.token_id for token in event.tokens]
+            elif isinstance(event, PromptScored):
+                scores += [token.logprob or 0.0 for token in event.tokens]
+    core.assert_idle()
+    assert core.stats().num_preemptions_swap > 0
+    return tokens, scores
+
+
+def test_an_engine_that_swaps_copies_and_scores_gives_the_same_with_ranks(tmp_path: Path) -> None:
+    folder = write_model("qwen2", tmp_path, **FEW_LAYERS)
+    parts = {"num_blocks": 10, "num_host_blocks": 20}
+    alone = run_engine(load_rank(folder, SoloCommunicator(), tmp_path, **parts).runner)
+    together = lead_ranks(folder, 2, tmp_path, run_engine, **parts)
+    assert together == (alone[0], pytest.approx(alone[1], abs=2e-4))
+
+
+def test_ranks_hold_a_part_of_the_kv_each(tmp_path: Path) -> None:
+    folder = write_model("smollm2", tmp_path, **SMOLLM2)
+    heads = run_ranks(2, lambda place: load_rank(folder, place, tmp_path).kv_cache.blocks.shape[3])
+    assert heads == [2, 1]
