@@ -1,0 +1,37 @@
+"""What does a follower do, from its start to its end? Loads its part, tells the leader, follows.
+
+join the store ──> load one's part ──> agree on blocks ──> join the groups ──> open the KV side ──> follow
+any failure on this way: all others hear why, and the worker's start ends; later: the leader's engine ends
+"""
+
+from __future__ import annotations
+
+from cluster.compose import open_model
+from cluster.rank_parts import load_rank
+from cluster.ranks.kv_side import open_kv_side
+from cluster.ranks.meeting import Meeting
+from cluster.ranks.seat import KV_SIDE, SharedSeat
+from cluster.ranks.spec import RankSpec
+from engine.forward import ForwardPass
+from engine.parallel.follower import Follower
+from kv_transfer import LoopbackNetwork
+
+
+def follow(spec: RankSpec, network: LoopbackNetwork | None = None) -> None:
+    """Until the leader stops this rank. `network` as for `create_transport`.
+
+    Raises `StartupError` when the worker cannot start, `EngineFault` when its leader or a rank is gone.
+    """
+    config, pool, layout = spec.place()
+    meeting = Meeting(spec.store_address, spec.rank, layout.num_ranks, config.ranks.start_timeout_s)
+    try:
+        seat = SharedSeat(meeting, layout, spec.host, config.ranks.step_timeout_s)
+        parts = load_rank(config, pool, open_model(config), seat)
+        channel = seat.step_channel()
+        kv_side = open_kv_side(spec, parts, network)
+        meeting.say(KV_SIDE, kv_side.told)
+    except BaseException as error:
+        meeting.fail(error)
+        raise
+    with kv_side:
+        Follower(ForwardPass(parts.model, parts.kv_cache, parts.host_pool), channel).run()

@@ -1,0 +1,48 @@
+"""How does the KV of a follower's blocks move? With a transport of its own, of which its leader is told."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+from cluster.kv_transport import make_transport
+from cluster.rank_parts import RankParts
+from cluster.ranks.spec import RankSpec
+from kv_transfer import LoopbackNetwork
+from protocol.codec import endpoint_from_wire, endpoint_to_wire
+from protocol.handoff import TransportEndpoint
+from protocol.wire import splitserve_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class KvSide:
+    """A follower's part in the hand-off, until it is closed. Use as a context manager."""
+
+    told: str
+    """What the leader is told of it."""
+    close: Callable[[], None]
+
+    def __enter__(self) -> KvSide:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_kv_side(spec: RankSpec, parts: RankParts, network: LoopbackNetwork | None) -> KvSide:
+    """Of a prefill worker's rank: a pool that others read from. Raises `StartupError`."""
+    config = spec.cluster_config()
+    transport = make_transport(config, spec.identity, network, parts.pool_memory, rank=spec.rank)
+    return KvSide(endpoint_to_text(transport.endpoint), transport.close)
+
+
+def endpoint_to_text(endpoint: TransportEndpoint) -> str:
+    return base64.b64encode(endpoint_to_wire(endpoint).SerializeToString()).decode()
+
+
+def endpoint_from_text(text: str) -> TransportEndpoint:
+    return endpoint_from_wire(pb.TransportEndpoint.FromString(base64.b64decode(text)))

@@ -1,0 +1,225 @@
+"""A rank's seat among those of its worker, from which its engine is made: the only one, leader, follower.
+
+shard_of   its part of the model                 agree      on what all of them have room for
+join       what ranks do together within a pass
+lead       (leader) an executor for all ranks    attend     (leader) they end with the engine
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from cluster.ranks.meeting import Meeting
+from engine import Command
+from engine.parallel import Communicator, RankPartition, Shard, connect, shard_of
+from engine.parallel.channel import StepChannel
+from engine.parallel.leader import LeaderRunner
+from protocol.errors import EngineFault, SplitserveError
+from protocol.rank_layout import RankLayout
+from rpc import Engine, EngineStats
+
+if TYPE_CHECKING:
+    import torch
+
+    from cluster.ranks.group import Followers
+    from engine.model.config import ModelConfig
+    from engine.model.partition import Partition
+    from engine.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+KV_SIDE = "kv side"
+END_S = 5.0
+"""A follower that was told to stop ends within moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a rank's memory holds."""
+
+    num_blocks: int
+    num_host_blocks: int
+
+
+class Seat(Protocol):
+    """What the making of any rank's engine needs."""
+
+    @property
+    def layout(self) -> RankLayout: ...
+
+    def shard_of(self, model: ModelConfig) -> Shard | None:
+        """None: all of it. Raises `StartupError` for a model that is too small."""
+
+    def agree(self, room: Room) -> Room:
+        """The least that any rank has: all use the same blocks. Raises `StartupError`."""
+
+    def join(self, shard: Shard | None, device: torch.device) -> Partition | None:
+        """Once all ranks are ready. None: nobody else is there. Raises `EngineFault`."""
+
+
+class LeaderSeat(Seat, Protocol):
+    """What the making of an engine with scheduler and sampler needs beside."""
+
+    def lead(self, runner: ModelRunner, block_size: int) -> ModelRunner | LeaderRunner:
+        """What executes steps on all ranks."""
+
+    def keep_alive(self) -> None:
+        """For the engine's thread, while there is nothing to execute. Raises `EngineFault`."""
+
+    def attend(self, engine: Engine[Command]) -> Engine[Command]:
+        """The engine, with which the other ranks end."""
+
+
+class OnlySeat:
+    """Of the only rank."""
+
+    layout = RankLayout()
+
+    def shard_of(self, model: ModelConfig) -> Shard | None:
+        return None
+
+    def agree(self, room: Room) -> Room:
+        return room
+
+    def join(self, shard: Shard | None, device: torch.device) -> Partition | None:
+        return None
+
+    def lead(self, runner: ModelRunner, block_size: int) -> ModelRunner | LeaderRunner:
+        return runner
+
+    def keep_alive(self) -> None:
+        """Nobody waits."""
+
+    def attend(self, engine: Engine[Command]) -> Engine[Command]:
+        return engine
+
+
+class SharedSeat:
+    """Of one rank of several; what leader and followers do alike."""
+
+    def __init__(self, meeting: Meeting, layout: RankLayout, host: str, step_timeout_s: float) -> None:
+        """`host` is this rank's address, as the others reach it."""
+        self.layout = layout
+        self._meeting = meeting
+        self._host = host
+        self._step_timeout_s = step_timeout_s
+
+    def shard_of(self, model: ModelConfig) -> Shard | None:
+        return shard_of(model, self._meeting.rank, self.layout.tensor_parallel_size)
+
+    def agree(self, room: Room) -> Room:
+        self._meeting.say("room", json.dumps(astuple(room)))
+        rooms = [json.loads(text) for text in self._meeting.hear("room")]
+        return Room(*map(min, zip(*rooms, strict=True)))
+
+    def join(self, shard: Shard | None, device: torch.device) -> Partition | None:
+        assert shard is not None, "this rank's part of the model"  # noqa: S101
+        kind = "nccl" if device.type == "cuda" else "gloo"
+        return RankPartition(shard, self._connect("tensors", kind, device))
+
+    def step_channel(self) -> StepChannel:
+        """Between the leader and the others. Raises `EngineFault`."""
+        import torch
+
+        return StepChannel(self._connect("steps", "gloo", torch.device("cpu")))
+
+    def _connect(self, name: str, kind: str, device: torch.device) -> Communicator:
+        meeting = self._meeting
+        return connect(
+            kind,
+            meeting.group_store(name),
+            meeting.rank,
+            meeting.num_ranks,
+            device=device,
+            host=self._host,
+            limit_s=self._step_timeout_s,
+        )
+
+
+class FirstSeat(SharedSeat):
+    """Of the leader. Owns the followers that it has started."""
+
+    def __init__(
+        self, meeting: Meeting, layout: RankLayout, host: str, step_timeout_s: float, followers: Followers
+    ) -> None:
+        super().__init__(meeting, layout, host, step_timeout_s)
+        self._followers = followers
+        self._leader: LeaderRunner | None = None
+        self.kv_sides: tuple[str, ...] = ()
+        """What the followers say of theirs (see `kv_side`), in the order of ranks; known once it leads."""
+
+    def lead(self, runner: ModelRunner, block_size: int) -> ModelRunner | LeaderRunner:
+        channel = self.step_channel()
+        self._meeting.say(KV_SIDE)
+        _, *others = self._meeting.hear(KV_SIDE)
+        self.kv_sides = tuple(others)
+        self._leader = LeaderRunner(runner, channel, block_size)
+        return self._leader
+
+    def keep_alive(self) -> None:
+        if self._leader is not None:
+            self._leader.keep_alive()
+
+    def attend(self, engine: Engine[Command]) -> Engine[Command]:
+        assert self._leader is not None, "it leads before its engine runs"  # noqa: S101
+        return LeadingEngine(engine, self._leader, self._followers)
+
+    def give_up(self, error: BaseException) -> None:
+        """The engine cannot be made: no follower shall wait for it."""
+        try:
+            self._meeting.fail(error)
+        finally:
+            self._followers.end(END_S)
+
+
+class LeadingEngine:
+    """An `Engine` whose worker has other ranks, which end with it. Owns them."""
+
+    def __init__(self, engine: Engine[Command], leader: LeaderRunner, followers: Followers) -> None:
+        self._engine = engine
+        self._leader = leader
+        self._followers = followers
+
+    @property
+    def alive(self) -> bool:
+        return self._engine.alive
+
+    @property
+    def fault(self) -> SplitserveError | None:
+        return self._engine.fault
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._engine.stats
+
+    @property
+    def progress(self) -> int:
+        return self._engine.progress
+
+    def start(self) -> None:
+        self._engine.start()
+
+    def post(self, command: Command) -> None:
+        self._engine.post(command)
+
+    def stop(self, timeout_s: float) -> None:
+        until_s = time.monotonic() + timeout_s
+        try:
+            self._engine.stop(timeout_s)
+        except EngineFault:
+            self._leader.abort()  # a step hangs, and the others with it
+            raise
+        else:
+            self._stop_followers()
+        finally:
+            self._followers.end(min(END_S, max(0.0, until_s - time.monotonic())))
+
+    def _stop_followers(self) -> None:
+        try:
+            self._leader.stop()
+        except EngineFault as fault:
+            logger.warning("a rank was gone before it was told to stop: %s", fault.message)
