@@ -107,7 +107,7 @@ class OtherModelLauncher(RecordingLauncher):
 def test_a_follower_that_cannot_start_ends_the_start_and_the_leader_says_why(model: Path) -> None:
     launcher = OtherModelLauncher()
     with (
-        pytest.raises(StartupError, match="rank 1 of 2 cannot start: .*/no/such/model"),
+        pytest.raises(StartupError, match=r"rank 1 of 2 cannot start: .*/no/such/model"),
         led(rank_config(model, 2), launcher),
     ):
         pass
