@@ -17,7 +17,9 @@ class RankPartition:
 
     def __init__(self, shard: Shard, communicator: Communicator) -> None:
         self._words = shard.words
-        self._widths = [len(words) for words in split(shard.whole.vocab_size, shard.num_ranks)]
+        self._widths = [
+            len(words) for words in split(shard.whole.vocab_size, shard.layout.tensor_parallel_size)
+        ]
         self._communicator = communicator
 
     def embed(self, embedding: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -29,6 +31,9 @@ class RankPartition:
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
         return self._communicator.all_reduce(x)
+
+    def hand_on(self, delta: torch.Tensor | None, residual: torch.Tensor) -> None:
+        """Not yet."""
 
     def collect(self, logits: torch.Tensor) -> torch.Tensor:
         """Ranks may have one word more than others: all send as much as the widest."""

@@ -19,6 +19,7 @@ from engine.parallel import Communicator, RankPartition, shard_of
 from engine.runner import ModelRunner
 from engine.weights import ModelFolder, load_packed
 from engine.weights.folder import open_folder
+from protocol.rank_layout import RankLayout
 
 NUM_BLOCKS = 200
 
@@ -63,7 +64,7 @@ def load_rank(
     ops = make_ops()
     shard = None
     if communicator.num_ranks > 1:
-        shard = shard_of(config, communicator.rank, communicator.num_ranks)
+        shard = shard_of(config, communicator.rank, RankLayout(communicator.num_ranks))
     dtype = torch.float32
     weights = load_packed(folder, config, ops, device=CPU, dtype=dtype, cache_dir=cache_dir, shard=shard)
     model = DecoderModel(
