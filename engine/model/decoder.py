@@ -58,9 +58,8 @@ class DecoderModel:
         self.max_model_len = max_model_len or config.max_model_len
         self.partition = partition or Whole()
         self._weights = weights
-        self._embedding = weights.embedding
-        if self._embedding is None:  # the part is a later stage's, and knows no words
-            self._embedding = torch.empty(0, config.hidden_size, dtype=dtype, device=device)
+        no_words = torch.empty(0, config.hidden_size, dtype=dtype, device=device)
+        self._embedding = no_words if weights.embedding is None else weights.embedding
         self.num_layers_run = 0
         """Over all calls: shows that a long one gets on."""
         cos, sin = rope_tables(config.rope, config.head_dim, self.max_model_len, dtype)
