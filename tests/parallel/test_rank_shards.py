@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.model.config import ModelConfig
 from engine.parallel import Shard, shard_of
 from protocol.errors import StartupError
-from protocol.rank_layout import kv_head_ranges, split
+from protocol.rank_layout import RankLayout, kv_head_ranges, split
 
 LLAMA = ModelConfig.from_hf(
     {
@@ -29,7 +29,7 @@ LLAMA = ModelConfig.from_hf(
 
 def shards_of(num_heads: int, num_kv_heads: int, num_ranks: int, **sizes: int) -> list[Shard]:
     config = replace(LLAMA, num_heads=num_heads, num_kv_heads=num_kv_heads, **sizes)
-    return [shard_of(config, rank, num_ranks) for rank in range(num_ranks)]
+    return [shard_of(config, rank, RankLayout(num_ranks)) for rank in range(num_ranks)]
 
 
 @st.composite
@@ -139,4 +139,4 @@ def test_cuts_follow_the_names_of_weights() -> None:
 )
 def test_impossible_splits_are_refused(num_ranks: int, rank: int, sizes: dict[str, int], why: str) -> None:
     with pytest.raises(StartupError, match=why):
-        shard_of(replace(LLAMA, **sizes), rank, num_ranks)
+        shard_of(replace(LLAMA, **sizes), rank, RankLayout(num_ranks))

@@ -14,6 +14,7 @@ from engine.weights import ModelFolder, load_weights
 from engine.weights.checkpoint import read_checkpoint
 from engine.weights.part import byte_range, part_bytes
 from protocol.errors import StartupError
+from protocol.rank_layout import RankLayout
 
 KINDS = ["llama_biased", "qwen2", "qwen3", "multi_head", "one_kv_head"]
 
@@ -25,7 +26,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def shards_of(folder: ModelFolder, num_ranks: int) -> list[Shard]:
     config = ModelConfig.from_hf(folder.config)
-    return [shard_of(config, rank, num_ranks) for rank in range(num_ranks)]
+    return [shard_of(config, rank, RankLayout(num_ranks)) for rank in range(num_ranks)]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
