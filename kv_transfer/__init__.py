@@ -9,7 +9,8 @@ nixl          between workers (`nixl_agent`, `nixl_metadata`)
 loopback      within one process
 faulty        any transport with faults on purpose (`faults`)
 reader        tokens from owners of any layout (`layout`, `staging`, `staging_area`, `repack`)
-heads         heads between workers of unequal numbers of ranks; not used yet
+parts         who has what this rank needs, where the ranks are dealt out otherwise (`source`, `spans`)
+joint         several ranks of an owner read like one
 """
 
 from kv_transfer.checksums import block_checksums, require_checksums
