@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from cluster.config import DEMO_MODEL, ClusterConfig
 from cluster.faults import dial_of
-from cluster.kv_transport import make_transport
+from cluster.kv_transport import SharedTransport, endpoint_from_text, make_transport
 from cluster.model_length import max_model_len
 from cluster.ranks import RankLauncher
 from engine.model.config import ModelConfig
@@ -38,7 +38,7 @@ from kv_transfer import (
 )
 from protocol.errors import StartupError
 from protocol.ids import BlockId, Role, WorkerId, WorkerIdentity
-from protocol.ports import Directory
+from protocol.ports import Directory, KvTransport
 from rpc import Dial, StartupClock, WorkerProfile
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def build_prefill_worker(
     return PrefillWorker(
         profile=_profile(identity, parts, token, startup),
         make_engine=partial(parts.make_thread, "prefill-engine"),
-        transport=make_transport(config, identity, network, parts.pool_memory),
+        transport=_owner_transport(config, identity, network, parts),
         directory=directory,
         config=PrefillWorkerConfig(lease_s=config.kv_transfer.lease_s),
         checksum=partial(checksum, parts.pool_memory) if checksum else None,
@@ -189,6 +189,15 @@ def _load_engine(
         return build()
     with leading(config, role, identity, token, launcher) as seat:
         return build(seat=seat)
+
+
+def _owner_transport(
+    config: ClusterConfig, identity: WorkerIdentity, network: LoopbackNetwork | None, parts: EngineParts
+) -> KvTransport:
+    """By it readers find the pools of all ranks."""
+    transport = make_transport(config, identity, network, parts.pool_memory)
+    others = parts.seat.kv_sides
+    return SharedTransport(transport, map(endpoint_from_text, others)) if others else transport
 
 
 def _profile(

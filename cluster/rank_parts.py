@@ -155,4 +155,5 @@ def _fingerprint(
         head_dim=model.head_dim,
         block_size=block_size,
         tensor_parallel_size=layout.tensor_parallel_size,
+        pipeline_parallel_size=layout.pipeline_parallel_size,
     )

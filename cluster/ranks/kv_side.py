@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-from cluster.kv_transport import make_transport
+from cluster.kv_transport import endpoint_to_text, make_transport
 from cluster.rank_parts import RankParts
 from cluster.ranks.spec import RankSpec
 from kv_transfer import LoopbackNetwork
-from protocol.codec import endpoint_from_wire, endpoint_to_wire
-from protocol.handoff import TransportEndpoint
-from protocol.wire import splitserve_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +34,3 @@ def open_kv_side(spec: RankSpec, parts: RankParts, network: LoopbackNetwork | No
     config = spec.cluster_config()
     transport = make_transport(config, spec.identity, network, parts.pool_memory, rank=spec.rank)
     return KvSide(endpoint_to_text(transport.endpoint), transport.close)
-
-
-def endpoint_to_text(endpoint: TransportEndpoint) -> str:
-    return base64.b64encode(endpoint_to_wire(endpoint).SerializeToString()).decode()
-
-
-def endpoint_from_text(text: str) -> TransportEndpoint:
-    return endpoint_from_wire(pb.TransportEndpoint.FromString(base64.b64decode(text)))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from cluster.ranks.meeting import Meeting
 from engine import Command
-from engine.parallel import Communicator, RankPartition, Shard, connect, shard_of
+from engine.parallel import RankGroups, RankPartition, Shard, connect_groups, shard_of
 from engine.parallel.channel import StepChannel
 from engine.parallel.leader import LeaderRunner
 from protocol.errors import EngineFault, SplitserveError
@@ -62,7 +62,11 @@ class Seat(Protocol):
 
 
 class LeaderSeat(Seat, Protocol):
-    """What the making of an engine with scheduler and sampler needs beside."""
+    """What the making of a worker with scheduler and sampler needs beside."""
+
+    @property
+    def kv_sides(self) -> tuple[str, ...]:
+        """What the followers say of theirs (see `kv_side`), in the order of ranks; known once it leads."""
 
     def lead(self, runner: ModelRunner, block_size: int) -> ModelRunner | LeaderRunner:
         """What executes steps on all ranks."""
@@ -78,6 +82,7 @@ class OnlySeat:
     """Of the only rank."""
 
     layout = RankLayout()
+    kv_sides = ()
 
     def shard_of(self, model: ModelConfig) -> Shard | None:
         return None
@@ -107,9 +112,10 @@ class SharedSeat:
         self._meeting = meeting
         self._host = host
         self._step_timeout_s = step_timeout_s
+        self._groups: RankGroups | None = None
 
     def shard_of(self, model: ModelConfig) -> Shard | None:
-        return shard_of(model, self._meeting.rank, self.layout.tensor_parallel_size)
+        return shard_of(model, self._meeting.rank, self.layout)
 
     def agree(self, room: Room) -> Room:
         self._meeting.say("room", json.dumps(astuple(room)))
@@ -118,26 +124,21 @@ class SharedSeat:
 
     def join(self, shard: Shard | None, device: torch.device) -> Partition | None:
         assert shard is not None, "this rank's part of the model"  # noqa: S101
-        kind = "nccl" if device.type == "cuda" else "gloo"
-        return RankPartition(shard, self._connect("tensors", kind, device))
-
-    def step_channel(self) -> StepChannel:
-        """Between the leader and the others. Raises `EngineFault`."""
-        import torch
-
-        return StepChannel(self._connect("steps", "gloo", torch.device("cpu")))
-
-    def _connect(self, name: str, kind: str, device: torch.device) -> Communicator:
-        meeting = self._meeting
-        return connect(
-            kind,
-            meeting.group_store(name),
-            meeting.rank,
-            meeting.num_ranks,
+        self._groups = connect_groups(
+            "nccl" if device.type == "cuda" else "gloo",
+            self._meeting.group_store("groups"),
+            self._meeting.rank,
+            self.layout,
             device=device,
             host=self._host,
             limit_s=self._step_timeout_s,
         )
+        return RankPartition(shard, self._groups)
+
+    def step_channel(self) -> StepChannel:
+        """Between the leader and the others, once this rank has joined them."""
+        assert self._groups is not None, "the ranks have met"  # noqa: S101
+        return StepChannel(self._groups.steps, self._groups.for_tensors)
 
 
 class FirstSeat(SharedSeat):
@@ -150,7 +151,6 @@ class FirstSeat(SharedSeat):
         self._followers = followers
         self._leader: LeaderRunner | None = None
         self.kv_sides: tuple[str, ...] = ()
-        """What the followers say of theirs (see `kv_side`), in the order of ranks; known once it leads."""
 
     def lead(self, runner: ModelRunner, block_size: int) -> ModelRunner | LeaderRunner:
         channel = self.step_channel()
