@@ -32,7 +32,7 @@ class RankProxy:
         self._channel = open_blocking_channel(address, token)
         self._stub = KvRankStub(self._channel)
         self._call_limit_s = call_limit_s
-        self._is_lost = False
+        self.is_lost = False
         """A read's call broke: whether the read goes on is not known, and nothing else is read there."""
 
     def connect(self, peer: TransportEndpoint, fingerprint: Fingerprint) -> RankCall:
@@ -59,16 +59,16 @@ class RankProxy:
 
     def check(self) -> None:
         """Raise `TransferFailed` when this rank is lost."""
-        if self._is_lost:
+        if self.is_lost:
             raise TransferFailed(f"{self.name} is lost: this worker reads no KV any more")
 
     def lose(self, error: BaseException) -> None:
         """Its blocks may still be written to, until the worker is replaced."""
-        if not self._is_lost:
+        if not self.is_lost:
             _log.error(
                 "%s is lost, a read there may never end: %s", self.name, _translated(error, self.name)
             )
-        self._is_lost = True
+        self.is_lost = True
 
     def close(self) -> None:
         """Calls in flight are cut off. Idempotent."""

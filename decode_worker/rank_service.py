@@ -102,6 +102,8 @@ class RankReadServer:
 
     def stop(self, timeout_s: float) -> None:
         """Close the reader and end the thread. Idempotent; raises `EngineFault` when it hangs."""
+        if self._thread.ident is None:
+            self._reader.close()
         if self._loop is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(timeout_s)
