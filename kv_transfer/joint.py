@@ -8,7 +8,8 @@ fetch ──> rank 0 ── DONE ────┐
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from kv_transfer.source import Source
 from protocol.errors import TransferFailed
@@ -60,8 +61,8 @@ class JointReads:
                 handles.append(self._transport.fetch(other, remote_blocks, local_blocks))
         except TransferFailed as error:  # too late to raise it: the reads before it are under way
             logger.warning("%s", error.message)
-            return JointFetch(handles, has_failed=True)
-        return JointFetch(handles)
+            return JointFetch(handles, num_bytes=_num_bytes(handles), has_failed=True)
+        return JointFetch(handles, num_bytes=_num_bytes(handles))
 
     def close(self) -> None:
         self._transport.close()
@@ -72,18 +73,27 @@ class JointReads:
             self._transport.disconnect(rank.endpoint.agent)
 
 
-class JointFetch:
-    """The `FetchHandle` of several reads into the same blocks. Terminal only when all of them are."""
+class PartialRead(Protocol):
+    """What `JointFetch` asks of its parts. As in `FetchHandle`."""
 
-    def __init__(self, handles: Sequence[FetchHandle], *, has_failed: bool = False) -> None:
-        """`has_failed`: there should be more of them."""
+    def poll(self) -> FetchStatus: ...
+
+    def release(self) -> None: ...
+
+
+class JointFetch:
+    """The `TokenFetch` of several reads for the same tokens. Terminal only when all of them are."""
+
+    def __init__(self, handles: Sequence[PartialRead], *, num_bytes: int, has_failed: bool = False) -> None:
+        """`num_bytes` is what all of them move; `has_failed`: there should be more of them."""
         self._handles = handles
+        self._num_bytes = num_bytes
         self._has_failed = has_failed
         self._status = FetchStatus.PENDING
 
     @property
     def num_bytes(self) -> int:
-        return sum(handle.num_bytes for handle in self._handles)
+        return self._num_bytes
 
     def poll(self) -> FetchStatus:
         if self._status is FetchStatus.PENDING:
@@ -96,9 +106,17 @@ class JointFetch:
         for handle in self._handles:
             handle.release()
 
+    def checksums(self) -> Mapping[int, int]:
+        """None: no rank has seen whole blocks of the owner."""
+        return {}
+
     def _advance(self) -> FetchStatus:
         statuses = {handle.poll() for handle in self._handles}
         if FetchStatus.PENDING in statuses:
             return FetchStatus.PENDING
         is_done = statuses == {FetchStatus.DONE} and not self._has_failed
         return FetchStatus.DONE if is_done else FetchStatus.FAILED
+
+
+def _num_bytes(handles: Sequence[FetchHandle]) -> int:
+    return sum(handle.num_bytes for handle in handles)

@@ -959,6 +959,140 @@ class ConnectReply(_message.Message):
 Global___ConnectReply: _TypeAlias = ConnectReply  # noqa: Y015
 
 @_typing.final
+class RankConnectRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def peer(self) -> Global___TransportEndpoint: ...
+    @_builtins.property
+    def fingerprint(self) -> Global___Fingerprint:
+        """of the peer"""
+
+    def __init__(
+        self,
+        *,
+        peer: Global___TransportEndpoint | None = ...,
+        fingerprint: Global___Fingerprint | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "peer", b"peer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "peer", b"peer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankConnectRequest: _TypeAlias = RankConnectRequest  # noqa: Y015
+
+@_typing.final
+class RankConnectReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankConnectReply: _TypeAlias = RankConnectReply  # noqa: Y015
+
+@_typing.final
+class RankDisconnectRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_FIELD_NUMBER: _builtins.int
+    agent: _builtins.str
+    def __init__(
+        self,
+        *,
+        agent: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankDisconnectRequest: _TypeAlias = RankDisconnectRequest  # noqa: Y015
+
+@_typing.final
+class RankDisconnectReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankDisconnectReply: _TypeAlias = RankDisconnectReply  # noqa: Y015
+
+@_typing.final
+class RankFetchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_FIELD_NUMBER: _builtins.int
+    REMOTE_TABLE_FIELD_NUMBER: _builtins.int
+    LOCAL_TABLE_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    END_TOKEN_FIELD_NUMBER: _builtins.int
+    agent: _builtins.str
+    first_token: _builtins.int
+    end_token: _builtins.int
+    @_builtins.property
+    def remote_table(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """block tables of the whole sequence"""
+
+    @_builtins.property
+    def local_table(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        agent: _builtins.str = ...,
+        remote_table: _abc.Iterable[_builtins.int] | None = ...,
+        local_table: _abc.Iterable[_builtins.int] | None = ...,
+        first_token: _builtins.int = ...,
+        end_token: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "end_token", b"end_token", "first_token", b"first_token", "local_table", b"local_table", "remote_table", b"remote_table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankFetchRequest: _TypeAlias = RankFetchRequest  # noqa: Y015
+
+@_typing.final
+class RankFetchReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    TROUBLE_FIELD_NUMBER: _builtins.int
+    status: _builtins.str
+    """"done" or "failed" """
+    trouble: _builtins.str
+    """why it could not be started"""
+    def __init__(
+        self,
+        *,
+        status: _builtins.str = ...,
+        trouble: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status", "trouble", b"trouble"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankFetchReply: _TypeAlias = RankFetchReply  # noqa: Y015
+
+@_typing.final
 class RenewRequest(_message.Message):
     """Answered as soon as more than tokens_known tokens are ready, or the lease is lost, or wait_s is over.
     The call that breaks tells the owner that the reader may be dead.
