@@ -16,8 +16,10 @@ from tiny_models import BlockDealer, generate, make_prompt
 from tiny_shards import load_rank, write_model
 
 from engine import AddSequence, EngineCore, Executor, PromptScored, SchedulerConfig, TokensSampled
+from engine.model import ModelConfig
 from engine.ops.cpu import CpuOps
-from engine.weights import ModelFolder
+from engine.parallel import shard_of
+from engine.weights import ModelFolder, demo_model_path, resolve_model
 from protocol.generation import SamplingParams, Token
 from protocol.ids import SequenceId
 from protocol.rank_layout import RankLayout
@@ -69,8 +71,9 @@ def test_the_heads_of_smollm2_are_split_and_give_the_same_tokens(num_ranks: int,
     require_parity(write_model("smollm2", tmp_path, **SMOLLM2), RankLayout(num_ranks), tmp_path)
 
 
+@pytest.mark.parametrize("layout", [RankLayout(2), RankLayout(2, 2)], ids=["one_stage", "two_stages"])
 def test_ranks_with_cpp_ops_give_the_same_tokens_and_keep_a_file_of_packed_weights_each(
-    tmp_path: Path,
+    layout: RankLayout, tmp_path: Path
 ) -> None:
     best_ops(torch.float32)  # skips where there are none
 
@@ -80,15 +83,16 @@ def test_ranks_with_cpp_ops_give_the_same_tokens_and_keep_a_file_of_packed_weigh
     folder = write_model("qwen2", tmp_path, **FEW_LAYERS)
     alone = generate_some(load_rank(folder, None, tmp_path).runner)
     for _ in range(2):  # packs, then maps what was packed
-        together = lead_ranks(folder, RankLayout(2), tmp_path, generate_some, make_ops=make_ops)
+        together = lead_ranks(folder, layout, tmp_path, generate_some, make_ops=make_ops)
         assert token_ids(together) == token_ids(alone)
-    assert sorted(file.stem.rpartition("-")[2] for file in tmp_path.glob("*.weights")) == [
-        "rank0of2",
-        "rank1of2",
-    ]
+    config = ModelConfig.from_hf(folder.config)
+    assert {file.stem.rpartition("-")[2] for file in tmp_path.glob("*.weights")} == {
+        shard_of(config, rank, layout).label for rank in range(layout.num_ranks)
+    }
 
 
-def test_neighbours_change_no_bit_with_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [RankLayout(3), RankLayout(3, 2)], ids=["one_stage", "two_stages"])
+def test_neighbours_change_no_bit_with_ranks(layout: RankLayout, tmp_path: Path) -> None:
     """Sums over three ranks depend on their order: it must not depend on the number of rows."""
     folder = write_model("smollm2", tmp_path, **SMOLLM2)
 
@@ -99,7 +103,7 @@ def test_neighbours_change_no_bit_with_ranks(tmp_path: Path) -> None:
         alone = [generate(executor, [dealer.sequence(p, 3, logprobs=300)], 16)[0] for p in prompts]
         return together, alone
 
-    together, alone = lead_ranks(folder, RankLayout(3), tmp_path, use)
+    together, alone = lead_ranks(folder, layout, tmp_path, use)
     assert together == alone
 
 
@@ -139,12 +143,28 @@ def run_engine(executor: Executor) -> tuple[dict[tuple[str, int], list[int]], li
     return tokens, scores
 
 
-def test_an_engine_that_swaps_copies_and_scores_gives_the_same_with_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [RankLayout(2), RankLayout(2, 2)], ids=["one_stage", "two_stages"])
+def test_an_engine_that_swaps_copies_and_scores_gives_the_same_with_ranks(
+    layout: RankLayout, tmp_path: Path
+) -> None:
     folder = write_model("qwen2", tmp_path, **FEW_LAYERS)
     parts = {"num_blocks": 10, "num_host_blocks": 20}
     alone = run_engine(load_rank(folder, None, tmp_path, **parts).runner)
-    together = lead_ranks(folder, RankLayout(2), tmp_path, run_engine, **parts)
+    together = lead_ranks(folder, layout, tmp_path, run_engine, **parts)
     assert together == (alone[0], pytest.approx(alone[1], abs=2e-4))
+
+
+def test_the_demo_model_gives_the_tokens_of_one_rank_on_three(tmp_path: Path) -> None:
+    folder = resolve_model(str(demo_model_path()), cache_dir=tmp_path)
+
+    def use(executor: Any) -> list[Token]:
+        prompt = [504, 3575, 282, 4649, 314]  # "The capital of France is"
+        return generate(executor, [BlockDealer(8).sequence(prompt, 8)])[0]
+
+    parts = {"num_blocks": 8}
+    alone = use(load_rank(folder, None, tmp_path, **parts).runner)
+    together = lead_ranks(folder, RankLayout(3), tmp_path, use, **parts)
+    assert token_ids([together]) == token_ids([alone])
 
 
 def test_ranks_hold_a_part_of_the_kv_each(tmp_path: Path) -> None:
