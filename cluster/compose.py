@@ -38,7 +38,7 @@ from kv_transfer import (
 )
 from protocol.errors import StartupError
 from protocol.ids import BlockId, Role, WorkerId, WorkerIdentity
-from protocol.ports import Directory, KvTransport
+from protocol.ports import Directory, KvReader, KvTransport
 from rpc import Dial, StartupClock, WorkerProfile
 
 if TYPE_CHECKING:
@@ -115,12 +115,7 @@ def build_decode_worker(
     return DecodeWorker(
         profile=_profile(identity, parts, token, startup),
         make_engine=partial(parts.make_thread, "decode-engine"),
-        reader=LayoutReader(
-            parts.pool_memory,
-            parts.fingerprint,
-            partial(make_transport, config, identity, network),
-            checksum=_checksum(config, parts),
-        ),
+        reader=_reader(config, identity, network, parts, token),
         directory=directory,
         dial=dial_of(config, replica_name),
         config=DecodeWorkerConfig(
@@ -198,6 +193,23 @@ def _owner_transport(
     transport = make_transport(config, identity, network, parts.pool_memory)
     others = parts.seat.kv_sides
     return SharedTransport(transport, map(endpoint_from_text, others)) if others else transport
+
+
+def _reader(
+    config: ClusterConfig,
+    identity: WorkerIdentity,
+    network: LoopbackNetwork | None,
+    parts: EngineParts,
+    token: str,
+) -> KvReader:
+    """By it all ranks read what their pools need."""
+    from decode_worker import GroupReader, RankProxy
+
+    make = partial(make_transport, config, identity, network)
+    own = LayoutReader(parts.pool_memory, parts.fingerprint, make, checksum=_checksum(config, parts))
+    addresses = parts.seat.kv_sides
+    others = [RankProxy(rank, address, token) for rank, address in enumerate(addresses, start=1)]
+    return GroupReader(own, others, parts.fingerprint) if others else own
 
 
 def _profile(

@@ -39,7 +39,9 @@ def follower_of(cluster: ProcessCluster, name: str) -> psutil.Process:
 
 @pytest.mark.nixl
 @pytest.mark.timeout(300)
-async def test_a_worker_whose_follower_was_killed_is_replaced_and_no_answer_is_wrong(tmp_path: Path) -> None:
+async def test_a_worker_whose_follower_was_killed_is_replaced_and_no_answer_is_wrong(
+    tmp_path: Path,
+) -> None:
     config = tiny_config(
         tiny_model("qwen2", tmp_path),
         prefill__tensor_parallel_size=2,
