@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -253,6 +257,28 @@ def test_a_rank_whose_reading_breaks_says_so_and_is_lost() -> None:
     server.stop(LIMIT_S)
     wait_until(lambda: read.poll() is not FetchStatus.PENDING or proxy.is_lost)
     assert read.poll() is FetchStatus.PENDING
+    proxy.close()
+
+
+def test_a_rank_that_is_killed_is_lost_within_moments_and_its_read_stays_pending() -> None:
+    script = Path(__file__).with_name("endless_rank.py")
+    path = os.pathsep.join(sys.path)
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    ) as process:
+        assert process.stdout is not None
+        proxy = RankProxy(1, process.stdout.readline().strip(), CLUSTER_TOKEN)
+        read = proxy.fetch_tokens("peer", THEIR_TABLE, MY_TABLE, range(12))
+        assert process.stdout.readline() == "reading\n"
+        process.kill()
+    wait_until(lambda: read.poll() is not FetchStatus.PENDING or proxy.is_lost)
+    assert read.poll() is FetchStatus.PENDING
+    with pytest.raises(TransferFailed, match=r"rank 1 .* is lost"):
+        proxy.check()
     proxy.close()
 
 
