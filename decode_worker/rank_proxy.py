@@ -42,8 +42,10 @@ class RankProxy:
         return RankCall(self._stub.Connect.future(request, timeout=self._call_limit_s), self.name)
 
     def disconnect(self, agent: str) -> RankCall:
+        """A rank that has ended has let go of everybody."""
         request = pb.RankDisconnectRequest(agent=agent)
-        return RankCall(self._stub.Disconnect.future(request, timeout=self._call_limit_s), self.name)
+        call = self._stub.Disconnect.future(request, timeout=self._call_limit_s)
+        return RankCall(call, self.name, is_needless_when=grpc.StatusCode.UNAVAILABLE)
 
     def fetch_tokens(
         self, agent: str, remote_table: Sequence[BlockId], local_table: Sequence[BlockId], tokens: range
@@ -78,15 +80,19 @@ class RankProxy:
 class RankCall:
     """A call under way."""
 
-    def __init__(self, future: Any, name: str) -> None:
+    def __init__(self, future: Any, name: str, *, is_needless_when: grpc.StatusCode | None = None) -> None:
         self._future = future
         self._name = name
+        self._is_needless_when = is_needless_when
 
     def error(self) -> SplitserveError | None:
         """What the call came to; waits for it, up to its limit."""
         try:
             self._future.result()
-        except (grpc.RpcError, grpc.FutureCancelledError) as error:
+        except grpc.RpcError as error:
+            is_needless = error.code() is self._is_needless_when
+            return None if is_needless else _translated(error, self._name)
+        except grpc.FutureCancelledError as error:
             return _translated(error, self._name)
         return None
 
