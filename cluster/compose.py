@@ -220,7 +220,7 @@ def _profile(
         fingerprint=parts.fingerprint,
         max_model_len=parts.scheduler.max_model_len,
         cluster_token=token,
-        ops=parts.executor.ops_name,
+        ops=parts.ops_name,
         startup=startup,
     )
 

@@ -17,6 +17,7 @@ from cluster.config_errors import explain
 from cluster.config_section import Section
 from cluster.deploy_config import DeployConfig
 from cluster.deploy_names import RayResources
+from cluster.faults_config import FaultsConfig
 from cluster.ranks_config import PlacementStrategy, RanksConfig
 from cluster.ray_address import RayAddress
 from cluster.router_config import HttpConfig, RouterConfig
@@ -30,8 +31,6 @@ DEMO_MODEL = "demo"
 
 DEFAULT_MAX_NUM_CHOICES = 16
 
-ReadFault = Literal["refuse", "fail", "truncate", "bit_flip", "stall", "delay", "disconnect"]
-CallFault = Literal["drop", "lose_reply", "delay", "duplicate", "disconnect"]
 BlockSize = Literal[8, 16, 32, 64, 128]
 Dtype = Literal["auto", "float32", "bfloat16"]
 
@@ -154,24 +153,6 @@ class KvTransferConfig(Section):
     checksum: bool = False
     """Compare a checksum of every block that was read with its owner's. For pools in host memory, and
     workers of one rank."""
-
-
-class FaultsConfig(Section):
-    """What goes wrong on purpose, for tests. Refused unless SPLITSERVE_ALLOW_FAULTS=1 is set."""
-
-    seed: int = 0
-    """The same seed gives the same faults, as far as calls and reads come in the same order."""
-    max_delay_s: float = Field(default=1.0, gt=0)
-    """How late something that is delayed may come."""
-    reads: dict[ReadFault, float] = Field(default_factory=dict)
-    """Probability per read of KV: refuse, fail, truncate, bit_flip, stall, delay, disconnect."""
-    calls: dict[str, dict[CallFault, float]] = Field(default_factory=dict)
-    """By method (Serve, Connect, Renew, Release), the probability per call or message: drop, delay,
-    disconnect, and for single calls lose_reply and duplicate."""
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.reads and not self.calls
 
 
 class RayConfig(Section):

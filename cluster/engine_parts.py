@@ -44,6 +44,12 @@ class EngineParts:
     def fingerprint(self) -> Fingerprint:
         return self.rank.fingerprint
 
+    @property
+    def ops_name(self) -> str:
+        """What computes, for people."""
+        num_ranks = self.seat.layout.num_ranks
+        return self.executor.ops_name + (f" on {num_ranks} ranks" if num_ranks > 1 else "")
+
     def make_core(self) -> EngineCore:
         return EngineCore(self.scheduler, self.executor, self.eos_token_ids, time.monotonic)
 

@@ -1,9 +1,9 @@
 """The ranks of one worker as parts of a cluster: how they are started, meet, and end.
 
-spec         what a follower is told               launch, forked    how it is started, as thread or process
-group        how a leader comes to its followers   meeting           what ranks tell each other at the start
-seat         from where a rank's engine is made    follower          what a follower does, from start to end
-kv_side      how the KV of a follower moves
+spec         what a follower is told                launch, forked, actors  how it is started
+group        how a leader comes to its followers    meeting                 what ranks say at the start
+seat         from where a rank's engine is made     leading_engine          how all end with the leader's
+follower     what a follower does, to its end       kv_side                 how the KV of a follower moves
 
 What a launcher and its users need is named here; the rest needs torch.
 """

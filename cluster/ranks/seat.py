@@ -8,19 +8,17 @@ lead       (leader) an executor for all ranks    attend     (leader) they end wi
 from __future__ import annotations
 
 import json
-import logging
-import time
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from cluster.ranks.leading_engine import END_S, LeadingEngine
 from cluster.ranks.meeting import Meeting
 from engine import Command
 from engine.parallel import RankGroups, RankPartition, Shard, connect_groups, shard_of
 from engine.parallel.channel import StepChannel
 from engine.parallel.leader import LeaderRunner
-from protocol.errors import EngineFault, SplitserveError
 from protocol.rank_layout import RankLayout
-from rpc import Engine, EngineStats
+from rpc import Engine
 
 if TYPE_CHECKING:
     import torch
@@ -30,11 +28,7 @@ if TYPE_CHECKING:
     from engine.model.partition import Partition
     from engine.runner import ModelRunner
 
-logger = logging.getLogger(__name__)
-
 KV_SIDE = "kv side"
-END_S = 5.0
-"""A follower that was told to stop ends within moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,52 +168,3 @@ class FirstSeat(SharedSeat):
             self._meeting.fail(error)
         finally:
             self._followers.end(END_S)
-
-
-class LeadingEngine:
-    """An `Engine` whose worker has other ranks, which end with it. Owns them."""
-
-    def __init__(self, engine: Engine[Command], leader: LeaderRunner, followers: Followers) -> None:
-        self._engine = engine
-        self._leader = leader
-        self._followers = followers
-
-    @property
-    def alive(self) -> bool:
-        return self._engine.alive
-
-    @property
-    def fault(self) -> SplitserveError | None:
-        return self._engine.fault
-
-    @property
-    def stats(self) -> EngineStats:
-        return self._engine.stats
-
-    @property
-    def progress(self) -> int:
-        return self._engine.progress
-
-    def start(self) -> None:
-        self._engine.start()
-
-    def post(self, command: Command) -> None:
-        self._engine.post(command)
-
-    def stop(self, timeout_s: float) -> None:
-        until_s = time.monotonic() + timeout_s
-        try:
-            self._engine.stop(timeout_s)
-        except EngineFault:
-            self._leader.abort()  # a step hangs, and the others with it
-            raise
-        else:
-            self._stop_followers()
-        finally:
-            self._followers.end(min(END_S, max(0.0, until_s - time.monotonic())))
-
-    def _stop_followers(self) -> None:
-        try:
-            self._leader.stop()
-        except EngineFault as fault:
-            logger.warning("a rank was gone before it was told to stop: %s", fault.message)
