@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,7 @@ from protocol.errors import EngineFault
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-Pieces = Mapping[int, memoryview]
+Pieces = dict[int, memoryview]
 """Bytes by the rank that they go to, or come from."""
 
 
@@ -51,23 +50,14 @@ class TcpCommunicator:
             raise self._fault("start", error) from error
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.all_gather(x)
-        wide = parts if parts.dtype is torch.float32 else parts.float()
-        total = wide[0]
-        for part in wide[1:]:
-            total = total.add_(part)
+        first, *others = self._swap("all_reduce", x)
+        total = first.to(torch.float32, copy=first is x)
+        for part in others:
+            total.add_(part)
         return total.to(x.dtype)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        everybody = x.new_empty(self.num_ranks, *x.shape)
-        everybody[self.rank] = x
-        mine = _bytes_of(everybody[self.rank])
-        self._exchange(
-            "all_gather",
-            dict.fromkeys(self._others, mine),
-            {other: _bytes_of(everybody[other]) for other in self._others},
-        )
-        return everybody
+        return torch.stack(self._swap("all_gather", x))
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         x = x.contiguous()
@@ -92,12 +82,21 @@ class TcpCommunicator:
         self._has_ended = True
         self._connections.close()
 
-    def _exchange(self, what: str, outgoing: Pieces, incoming: Pieces) -> None:
-        """Send and receive side by side: two ranks that have much to say do not wait for each other."""
+    def _swap(self, what: str, x: torch.Tensor) -> list[torch.Tensor]:
+        """Everybody's, in the order of ranks; `x` itself is one of them."""
+        x = x.contiguous()
+        everybody = [x if rank == self.rank else torch.empty_like(x) for rank in range(self.num_ranks)]
+        outgoing = dict.fromkeys(self._others, _bytes_of(x))
+        self._exchange(what, outgoing, {other: _bytes_of(everybody[other]) for other in self._others})
+        return everybody
+
+    def _exchange(self, what: str, to_send: Pieces, to_receive: Pieces) -> None:
+        """Send and receive side by side: two ranks that have much to say do not wait for each other.
+
+        Empties both.
+        """
         if self._has_ended:
             raise self._fault(what, "the group has ended")
-        to_send = {other: piece for other, piece in outgoing.items() if piece}
-        to_receive = {other: piece for other, piece in incoming.items() if piece}
         deadline_s = time.monotonic() + self._limit_s
         try:
             while True:
@@ -110,23 +109,23 @@ class TcpCommunicator:
             why = "the group was aborted" if self._has_ended else error
             raise self._fault(what, why) from error
 
-    def _send(self, pieces: dict[int, memoryview]) -> None:
+    def _send(self, pieces: Pieces) -> None:
         """As much as goes without waiting; `pieces` keeps the rest."""
-        for other, piece in list(pieces.items()):
+        for other, piece in [*pieces.items()]:
             try:
-                rest = piece[self._connections[other].send(piece) :]
+                num_bytes = self._connections[other].send(piece) if piece else 0
             except BlockingIOError:
                 continue
-            _keep(pieces, other, rest)
+            _keep(pieces, other, piece[num_bytes:])
 
-    def _receive(self, pieces: dict[int, memoryview]) -> None:
+    def _receive(self, pieces: Pieces) -> None:
         """What has come; `pieces` keeps the places of the rest."""
-        for other, piece in list(pieces.items()):
+        for other, piece in [*pieces.items()]:
             try:
-                num_bytes = self._connections[other].recv_into(piece)
+                num_bytes = self._connections[other].recv_into(piece) if piece else 0
             except BlockingIOError:
                 continue
-            if not num_bytes:
+            if piece and not num_bytes:
                 raise ConnectionResetError(f"rank {other} has left")
             _keep(pieces, other, piece[num_bytes:])
 
@@ -151,7 +150,7 @@ class TcpCommunicator:
         )
 
 
-def _keep(pieces: dict[int, memoryview], other: int, rest: memoryview) -> None:
+def _keep(pieces: Pieces, other: int, rest: memoryview) -> None:
     if rest:
         pieces[other] = rest
     else:
@@ -159,6 +158,6 @@ def _keep(pieces: dict[int, memoryview], other: int, rest: memoryview) -> None:
 
 
 def _bytes_of(x: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
-    memory: Any = x.view(-1).view(torch.uint8).numpy()
-    return memoryview(memory)
+    """The memory of a contiguous tensor. numpy knows no bfloat16."""
+    array: Any = (x.view(torch.int16) if x.dtype is torch.bfloat16 else x).numpy()
+    return memoryview(array).cast("B") if array.size else memoryview(b"")
