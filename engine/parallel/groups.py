@@ -63,7 +63,7 @@ def connect_groups(
 ) -> RankGroups:
     """This rank's places in all of its groups; `store` is for nothing else, or has a prefix of its own.
 
-    `kind` is that of `connect`, for tensors on `device`; steps always go by Gloo. Waits for the others,
+    `kind` is that of `connect`, for tensors on `device`; steps always go by TCP. Waits for the others,
     `limit_s` at most per group. Raises as `connect` does.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -74,7 +74,7 @@ def connect_groups(
 
     # All ranks join in the same order, so that no two wait for each other.
     stage, place = layout.stage_of(rank), layout.place_of(rank)
-    steps_kind = "gloo" if layout.num_ranks > 1 else "solo"
+    steps_kind = "tcp" if layout.num_ranks > 1 else "solo"
     steps = join("steps", steps_kind, rank, layout.num_ranks, CPU)
     mine = join(f"stage {stage}", kind, place, layout.tensor_parallel_size)
     links = {name: join(name, kind, role, 2) for name, role in _links(rank, layout)}

@@ -27,7 +27,7 @@ def follow(folder: ModelFolder, cache_dir: Path, address: str, rank: int, layout
     """The main function of a follower's process."""
     torch.set_num_threads(1)
     store = join_store(address, limit_s=LIMIT_S)
-    groups = connect_groups("gloo", store, rank, layout, device=CPU, limit_s=LIMIT_S)
+    groups = connect_groups("tcp", store, rank, layout, device=CPU, limit_s=LIMIT_S)
     channel = StepChannel(groups.steps, groups.for_tensors)
     Follower(load_rank(folder, groups, cache_dir).forward, channel).run()
 
@@ -48,7 +48,7 @@ def leading(
         process.start()
     channel = None
     try:
-        groups = connect_groups("gloo", store, 0, layout, device=CPU, limit_s=LIMIT_S)
+        groups = connect_groups("tcp", store, 0, layout, device=CPU, limit_s=LIMIT_S)
         channel = StepChannel(groups.steps, groups.for_tensors)
         mine = load_rank(folder, groups, cache_dir)
         yield LeaderRunner(mine.runner, channel, mine.kv_cache.block_size), others
