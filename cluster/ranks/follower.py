@@ -38,15 +38,15 @@ def follow(spec: RankSpec, network: LoopbackNetwork | None = None) -> None:
 def _following(spec: RankSpec, network: LoopbackNetwork | None) -> Iterator[Follower]:
     config, pool, layout = spec.place()
     meeting = Meeting(spec.store_address, spec.rank, layout.num_ranks, config.ranks.start_timeout_s)
+    seat = SharedSeat(meeting, layout, spec.host, config.ranks.step_timeout_s)
     with ExitStack() as ends:
         try:
-            seat = SharedSeat(meeting, layout, spec.host, config.ranks.step_timeout_s)
             parts = load_rank(config, pool, open_model(config), seat)
             channel = seat.step_channel()
             told = ends.enter_context(kv_side(spec, parts, network, lambda error: _leave(channel, error)))
             meeting.say(KV_SIDE, told)
         except BaseException as error:
-            meeting.fail(error)
+            seat.give_up(error)
             raise
         yield Follower(ForwardPass(parts.model, parts.kv_cache, parts.host_pool), channel)
 

@@ -119,7 +119,7 @@ class SharedSeat:
     def join(self, shard: Shard | None, device: torch.device) -> Partition | None:
         assert shard is not None, "this rank's part of the model"  # noqa: S101
         self._groups = connect_groups(
-            "nccl" if device.type == "cuda" else "gloo",
+            "nccl" if device.type == "cuda" else "tcp",
             self._meeting.group_store("groups"),
             self._meeting.rank,
             self.layout,
@@ -133,6 +133,12 @@ class SharedSeat:
         """Between the leader and the others, once this rank has joined them."""
         assert self._groups is not None, "the ranks have met"  # noqa: S101
         return StepChannel(self._groups.steps, self._groups.for_tensors)
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank cannot start, and so the worker cannot: all others hear why. Raises `EngineFault`."""
+        if self._groups is not None:
+            self.step_channel().close()
+        self._meeting.fail(error)
 
 
 class FirstSeat(SharedSeat):
@@ -163,8 +169,8 @@ class FirstSeat(SharedSeat):
         return LeadingEngine(engine, self._leader, self._followers)
 
     def give_up(self, error: BaseException) -> None:
-        """The engine cannot be made: no follower shall wait for it."""
+        """As every rank does; no follower is left."""
         try:
-            self._meeting.fail(error)
+            super().give_up(error)
         finally:
             self._followers.end(END_S)
