@@ -19,6 +19,7 @@ from stamps import StampedEngine, StampedReader, StampFile
 
 from cluster.process_main import Worker
 from cluster.process_spec import ProcessSpec
+from cluster.ranks import RankLauncher
 from decode_worker import DecodeWorker, DecodeWorkerConfig
 from engine import Command, EngineCore, EngineThread, Event, SchedulerConfig, StepPlan, StepResult
 from kv_transfer import LayoutReader, PoolMemory, agent_name, create_transport
@@ -44,7 +45,7 @@ class BlankExecutor:
         return StepResult([TOKEN if piece.samples else None for piece in plan.slices])
 
 
-def build_model(spec: ProcessSpec, directory: Directory) -> Worker:
+def build_model(spec: ProcessSpec, directory: Directory, _: RankLauncher) -> Worker:
     from cluster.compose import open_model
     from cluster.engine_parts import build_engine
 
@@ -60,11 +61,11 @@ def build_model(spec: ProcessSpec, directory: Directory) -> Worker:
     return _build(spec, directory, make)
 
 
-def build_demo(spec: ProcessSpec, directory: Directory) -> Worker:
+def build_demo(spec: ProcessSpec, directory: Directory, _: RankLauncher) -> Worker:
     return _build(spec, directory, _blank(spec, SHAPES["demo"]))
 
 
-def build_llama_8b(spec: ProcessSpec, directory: Directory) -> Worker:
+def build_llama_8b(spec: ProcessSpec, directory: Directory, _: RankLauncher) -> Worker:
     return _build(spec, directory, _blank(spec, SHAPES["llama_8b"]))
 
 

@@ -12,11 +12,12 @@ from ray.serve.config import ProxyLocation
 from ray.serve.schema import ApplicationStatus, DeploymentStatusOverview
 
 from cluster.autoscaling import autoscaling_of
-from cluster.config import ClusterConfig, load_config
+from cluster.config import ClusterConfig, PoolConfig, load_config
 from cluster.deployment_version import version_of
 from cluster.environment import read_environment
 from cluster.faults import check_faults
 from cluster.own_version import keep_version
+from cluster.ranks.actors import bundles_of
 from cluster.rendering import APPLICATION
 from cluster.serve_failures import explain_failure
 from cluster.serve_replica import (
@@ -208,4 +209,15 @@ def _pool_options(role: Role, config: ClusterConfig) -> dict[str, Any]:
             "num_gpus": pool.num_gpus,
             "resources": dict(pool.resources),
         },
+        **_places_of_ranks(pool, config.layout_of(pool).num_ranks),
+    }
+
+
+def _places_of_ranks(pool: PoolConfig, num_ranks: int) -> dict[str, Any]:
+    """The replica itself is the first rank; it starts the others in the group that Serve makes for it."""
+    if num_ranks == 1:
+        return {}
+    return {
+        "placement_group_bundles": bundles_of(pool, num_ranks),
+        "placement_group_strategy": pool.placement_strategy,
     }

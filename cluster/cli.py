@@ -14,7 +14,19 @@ import typer
 from cluster.cli_deploy import deploy, undeploy
 from cluster.cli_doctor import doctor
 from cluster.cli_download import download
-from cluster.cli_options import Config, Port, RayAddress, Set, read_config
+from cluster.cli_options import (
+    Config,
+    DecodePipelineParallel,
+    DecodeTensorParallel,
+    PipelineParallel,
+    Port,
+    PrefillPipelineParallel,
+    PrefillTensorParallel,
+    RayAddress,
+    Set,
+    TensorParallel,
+    read_config,
+)
 from cluster.cli_render import render
 from protocol.errors import SplitserveError
 
@@ -64,7 +76,7 @@ def serve(
         int | None, typer.Option(help="Tokens of a long prompt per step while others wait, of both pools.")
     ] = None,
     kv_cache_memory: Annotated[
-        str | None, typer.Option(help="For KV blocks, per worker of both pools, such as 512MiB (default).")
+        str | None, typer.Option(help="For KV blocks, per rank of both pools, such as 512MiB (default).")
     ] = None,
     scheduling_policy: Annotated[
         str | None, typer.Option(help="fcfs, priority or shortest_first, in both pools (default: fcfs).")
@@ -75,6 +87,12 @@ def serve(
     decode_workers: Annotated[
         int | None, typer.Option(help="Number of decode workers (default: 1).")
     ] = None,
+    tensor_parallel_size: TensorParallel = None,
+    prefill_tensor_parallel_size: PrefillTensorParallel = None,
+    decode_tensor_parallel_size: DecodeTensorParallel = None,
+    pipeline_parallel_size: PipelineParallel = None,
+    prefill_pipeline_parallel_size: PrefillPipelineParallel = None,
+    decode_pipeline_parallel_size: DecodePipelineParallel = None,
     kv_transport: Annotated[
         str | None, typer.Option(help="How KV moves; nixl is the only way between processes.")
     ] = None,
@@ -112,6 +130,12 @@ def serve(
         "decode.policy": scheduling_policy,
         "prefill.num_workers": prefill_workers,
         "decode.num_workers": decode_workers,
+        "tensor_parallel_size": tensor_parallel_size,
+        "prefill.tensor_parallel_size": prefill_tensor_parallel_size,
+        "decode.tensor_parallel_size": decode_tensor_parallel_size,
+        "pipeline_parallel_size": pipeline_parallel_size,
+        "prefill.pipeline_parallel_size": prefill_pipeline_parallel_size,
+        "decode.pipeline_parallel_size": decode_pipeline_parallel_size,
         "kv_transfer.transport": kv_transport,
         "ray.address": ray_address,
     }
@@ -188,6 +212,12 @@ def verify(
     ] = None,
     config: Config = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16 (default: auto).")] = None,
+    tensor_parallel_size: TensorParallel = None,
+    prefill_tensor_parallel_size: PrefillTensorParallel = None,
+    decode_tensor_parallel_size: DecodeTensorParallel = None,
+    pipeline_parallel_size: PipelineParallel = None,
+    prefill_pipeline_parallel_size: PrefillPipelineParallel = None,
+    decode_pipeline_parallel_size: DecodePipelineParallel = None,
     prompts: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 64,
     max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of each.")] = 48,
     url: Annotated[
@@ -204,7 +234,17 @@ def verify(
     Starts engines of its own in this process, and needs no server. With --url a running server takes the
     place of prefill + decode; the model must then be the one that it serves.
     """
-    flags = {"model": model, "dtype": dtype, "http.api_key_file": api_key_file}
+    flags = {
+        "model": model,
+        "dtype": dtype,
+        "tensor_parallel_size": tensor_parallel_size,
+        "prefill.tensor_parallel_size": prefill_tensor_parallel_size,
+        "decode.tensor_parallel_size": decode_tensor_parallel_size,
+        "pipeline_parallel_size": pipeline_parallel_size,
+        "prefill.pipeline_parallel_size": prefill_pipeline_parallel_size,
+        "decode.pipeline_parallel_size": decode_pipeline_parallel_size,
+        "http.api_key_file": api_key_file,
+    }
     settings = read_config(config, flags, set_)
     from rich.console import Console
 

@@ -22,6 +22,24 @@ Set = Annotated[
 Port = Annotated[int | None, typer.Option(help="Port of the server (default: 8000).")]
 RayAddress = Annotated[str | None, typer.Option(help="Ray cluster to ask, host:port or auto.")]
 
+TensorParallel = Annotated[
+    int | None,
+    typer.Option(min=1, help="Ranks that share each layer of a worker, of both pools (default: 1)."),
+]
+PrefillTensorParallel = Annotated[
+    int | None, typer.Option(min=1, help="The same of prefill workers alone.")
+]
+DecodeTensorParallel = Annotated[int | None, typer.Option(min=1, help="The same of decode workers alone.")]
+PipelineParallel = Annotated[
+    int | None, typer.Option(min=1, help="Stages of a worker's model, of both pools (default: 1).")
+]
+PrefillPipelineParallel = Annotated[
+    int | None, typer.Option(min=1, help="The same of prefill workers alone.")
+]
+DecodePipelineParallel = Annotated[
+    int | None, typer.Option(min=1, help="The same of decode workers alone.")
+]
+
 
 def read_config(
     path: Path | None, flags: Mapping[str, object], settings: list[str] | None

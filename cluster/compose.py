@@ -15,9 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.config import DEMO_MODEL, ClusterConfig, PoolConfig
-from cluster.faults import dial_of, with_read_faults
+from cluster.config import DEMO_MODEL, ClusterConfig
+from cluster.faults import dial_of
+from cluster.kv_transport import SharedTransport, endpoint_from_text, make_transport
 from cluster.model_length import max_model_len
+from cluster.ranks import RankLauncher
 from engine.model.config import ModelConfig
 from engine.weights import (
     ModelFolder,
@@ -31,14 +33,12 @@ from kv_transfer import (
     LayoutReader,
     LoopbackNetwork,
     PoolMemory,
-    agent_name,
     block_checksums,
-    create_transport,
     require_checksums,
 )
 from protocol.errors import StartupError
-from protocol.ids import BlockId, WorkerId, WorkerIdentity
-from protocol.ports import Directory, KvTransport
+from protocol.ids import BlockId, Role, WorkerId, WorkerIdentity
+from protocol.ports import Directory, KvReader, KvTransport
 from rpc import Dial, StartupClock, WorkerProfile
 
 if TYPE_CHECKING:
@@ -72,21 +72,23 @@ def build_prefill_worker(
     token: str,
     directory: Directory,
     replica_name: str,
+    launcher: RankLauncher,
     network: LoopbackNetwork | None = None,
 ) -> PrefillWorker:
-    """A prefill worker, loaded but not started. `network` as for `create_transport`.
+    """A prefill worker, loaded but not started. `launcher` starts its other ranks, where it has any;
+    `network` as for `create_transport`.
 
     Raises `StartupError`.
     """
     from prefill_worker import PrefillWorker, PrefillWorkerConfig
 
     identity, startup = _new_identity(replica_name), StartupClock()
-    parts = _load_engine(config, config.prefill, startup)
+    parts = _load_engine(config, Role.PREFILL, identity, token, launcher=launcher, startup=startup)
     checksum = _checksum(config, parts)
     return PrefillWorker(
         profile=_profile(identity, parts, token, startup),
         make_engine=partial(parts.make_thread, "prefill-engine"),
-        transport=_transport(config, identity, network, parts.pool_memory),
+        transport=_owner_transport(config, identity, network, parts),
         directory=directory,
         config=PrefillWorkerConfig(lease_s=config.kv_transfer.lease_s),
         checksum=partial(checksum, parts.pool_memory) if checksum else None,
@@ -99,25 +101,21 @@ def build_decode_worker(
     token: str,
     directory: Directory,
     replica_name: str,
+    launcher: RankLauncher,
     network: LoopbackNetwork | None = None,
 ) -> DecodeWorker:
-    """A decode worker, loaded but not started. `network` as for `create_transport`.
+    """A decode worker, loaded but not started; the arguments are those of `build_prefill_worker`.
 
     Raises `StartupError`.
     """
     from decode_worker import DecodeWorker, DecodeWorkerConfig, OnKvFailure
 
     identity, startup = _new_identity(replica_name), StartupClock()
-    parts = _load_engine(config, config.decode, startup)
+    parts = _load_engine(config, Role.DECODE, identity, token, launcher=launcher, startup=startup)
     return DecodeWorker(
         profile=_profile(identity, parts, token, startup),
         make_engine=partial(parts.make_thread, "decode-engine"),
-        reader=LayoutReader(
-            parts.pool_memory,
-            parts.fingerprint,
-            partial(_transport, config, identity, network),
-            checksum=_checksum(config, parts),
-        ),
+        reader=_reader(config, identity, network, parts, token),
         directory=directory,
         dial=dial_of(config, replica_name),
         config=DecodeWorkerConfig(
@@ -164,14 +162,54 @@ def build_router(
     )
 
 
-def _load_engine(config: ClusterConfig, pool: PoolConfig, startup: StartupClock) -> EngineParts:
-    """The engine of a worker whose process does nothing else. Raises `StartupError`."""
+def _load_engine(
+    config: ClusterConfig,
+    role: Role,
+    identity: WorkerIdentity,
+    token: str,
+    *,
+    launcher: RankLauncher,
+    startup: StartupClock,
+) -> EngineParts:
+    """The engine of a worker whose process does nothing else, with all its ranks. Raises `StartupError`."""
     from cluster.engine_parts import build_engine
+    from cluster.ranks.group import leading
 
     startup.end("imports")
     folder = open_model(config)
     startup.end("model")
-    return build_engine(config, pool, folder, end_phase=startup.end)
+    pool = config.pool(role)
+    build = partial(build_engine, config, pool, folder, end_phase=startup.end)
+    if config.layout_of(pool).num_ranks == 1:
+        return build()
+    with leading(config, role, identity, token, launcher) as seat:
+        return build(seat=seat)
+
+
+def _owner_transport(
+    config: ClusterConfig, identity: WorkerIdentity, network: LoopbackNetwork | None, parts: EngineParts
+) -> KvTransport:
+    """By it readers find the pools of all ranks."""
+    transport = make_transport(config, identity, network, parts.pool_memory)
+    others = parts.seat.kv_sides
+    return SharedTransport(transport, map(endpoint_from_text, others)) if others else transport
+
+
+def _reader(
+    config: ClusterConfig,
+    identity: WorkerIdentity,
+    network: LoopbackNetwork | None,
+    parts: EngineParts,
+    token: str,
+) -> KvReader:
+    """By it all ranks read what their pools need."""
+    from decode_worker import GroupReader, RankProxy
+
+    make = partial(make_transport, config, identity, network)
+    own = LayoutReader(parts.pool_memory, parts.fingerprint, make, checksum=_checksum(config, parts))
+    addresses = parts.seat.kv_sides
+    others = [RankProxy(rank, address, token) for rank, address in enumerate(addresses, start=1)]
+    return GroupReader(own, others, parts.fingerprint) if others else own
 
 
 def _profile(
@@ -182,25 +220,13 @@ def _profile(
         fingerprint=parts.fingerprint,
         max_model_len=parts.scheduler.max_model_len,
         cluster_token=token,
-        ops=parts.runner.ops_name,
+        ops=parts.ops_name,
         startup=startup,
     )
 
 
 def _new_identity(replica_name: str) -> WorkerIdentity:
     return WorkerIdentity(WorkerId(replica_name), secrets.token_hex(4))
-
-
-def _transport(
-    config: ClusterConfig,
-    identity: WorkerIdentity,
-    network: LoopbackNetwork | None,
-    memory: PoolMemory,
-    serial: int = 0,
-) -> KvTransport:
-    agent = agent_name(identity, rank=0, serial=serial)
-    transport = create_transport(config.kv_transfer.transport, memory, agent, network=network)
-    return with_read_faults(config, transport, memory, identity.worker_id, serial)
 
 
 def _checksum(

@@ -17,19 +17,20 @@ from cluster.config_errors import explain
 from cluster.config_section import Section
 from cluster.deploy_config import DeployConfig
 from cluster.deploy_names import RayResources
+from cluster.faults_config import FaultsConfig
+from cluster.ranks_config import PlacementStrategy, RanksConfig
 from cluster.ray_address import RayAddress
 from cluster.router_config import HttpConfig, RouterConfig
 from cluster.unique_keys import load_yaml
 from protocol.errors import StartupError
 from protocol.ids import Role
+from protocol.rank_layout import RankLayout
 
 DEMO_MODEL = "demo"
 """Stands for the small model that `make serve` installs."""
 
 DEFAULT_MAX_NUM_CHOICES = 16
 
-ReadFault = Literal["refuse", "fail", "truncate", "bit_flip", "stall", "delay", "disconnect"]
-CallFault = Literal["drop", "lose_reply", "delay", "duplicate", "disconnect"]
 BlockSize = Literal[8, 16, 32, 64, 128]
 Dtype = Literal["auto", "float32", "bfloat16"]
 
@@ -61,7 +62,14 @@ class PoolConfig(Section):
     """One pool of workers: all prefill workers, or all decode workers."""
 
     num_workers: int = Field(default=1, ge=1)
-    """Worker processes, each with a model and KV blocks of its own."""
+    """Workers, each with a model and KV blocks of its own."""
+    tensor_parallel_size: int | None = Field(default=None, ge=1)
+    """Instead of the cluster's `tensor_parallel_size`. The pools may differ."""
+    pipeline_parallel_size: int | None = Field(default=None, ge=1)
+    """Instead of the cluster's `pipeline_parallel_size`."""
+    placement_strategy: PlacementStrategy = "PACK"
+    """Where Ray puts the ranks of one worker: on one node if there is room, or (`STRICT_PACK`) never on
+    several."""
     autoscaling: AutoscalingConfig = Field(default_factory=AutoscalingConfig)
     dtype: Dtype | None = None
     """Instead of the cluster's `dtype`. Where the pools differ, KV is converted on its way."""
@@ -70,7 +78,8 @@ class PoolConfig(Section):
     num_blocks: int | None = Field(default=None, ge=2)
     """KV blocks of one worker; null: as many as its memory for them holds."""
     kv_cache_memory: ByteSize = ByteSize(512 * 2**20)
-    """Bytes for KV blocks of one worker, such as 512MiB or 4GiB."""
+    """Bytes for KV blocks of one rank, such as 512MiB or 4GiB. A worker has one rank unless
+    `tensor_parallel_size` or `pipeline_parallel_size` says otherwise."""
     kv_cache_share: float | None = Field(default=None, gt=0, le=1)
     """Instead of `kv_cache_memory`: share of what is free on the device once the model is loaded."""
     policy: Literal["fcfs", "priority", "shortest_first"] = "fcfs"
@@ -80,7 +89,7 @@ class PoolConfig(Section):
     preemption: Literal["recompute", "swap"] = "recompute"
     """What becomes of the KV of a sequence that must give its blocks up."""
     swap_memory: ByteSize = ByteSize(0)
-    """Host memory of one worker for swapped sequences; when it is full, they are recomputed."""
+    """Host memory of one rank for swapped sequences; when it is full, they are recomputed."""
     low_watermark: float = Field(default=0.01, ge=0, lt=1)
     """Share of the blocks that an admission leaves free for the growth of those that run."""
     high_watermark: float = Field(default=0.04, ge=0, lt=1)
@@ -98,13 +107,13 @@ class PoolConfig(Section):
     max_num_prefill_tokens: int | None = Field(default=None, ge=1)
     """Of these at most so many go to prompts, so that running sequences keep their pace; null: no bound."""
     threads: int | Literal["auto"] = "auto"
-    """Threads of one engine; auto divides the machine's cores between the engines that may run there."""
+    """Threads of one rank; auto divides the machine's cores between all ranks that may run there."""
     num_cpus: float = Field(default=1.0, ge=0)
-    """What Ray reserves for one worker."""
+    """What Ray reserves for one rank."""
     num_gpus: float = Field(default=0.0, ge=0)
-    """What Ray reserves for one worker; above 0 the engine computes on the GPU."""
+    """What Ray reserves for one rank; above 0 it computes on the GPU."""
     resources: RayResources = Field(default_factory=dict)
-    """Custom Ray resources that place this pool, such as {"prefill_host": 1}."""
+    """Custom Ray resources that place the ranks of this pool, such as {"prefill_host": 1}."""
     host: str = "127.0.0.1"
     """Address that the workers' gRPC listens on and that other hosts reach; auto: the node's own."""
     max_surge_percent: int = Field(default=0, ge=0, le=100)
@@ -142,25 +151,8 @@ class KvTransferConfig(Section):
     on_failure: Literal["recompute", "fail"] = "recompute"
     """When a prompt's KV cannot be read: compute it again on the decode worker, or fail the request."""
     checksum: bool = False
-    """Compare a checksum of every block that was read with its owner's. For pools in host memory."""
-
-
-class FaultsConfig(Section):
-    """What goes wrong on purpose, for tests. Refused unless SPLITSERVE_ALLOW_FAULTS=1 is set."""
-
-    seed: int = 0
-    """The same seed gives the same faults, as far as calls and reads come in the same order."""
-    max_delay_s: float = Field(default=1.0, gt=0)
-    """How late something that is delayed may come."""
-    reads: dict[ReadFault, float] = Field(default_factory=dict)
-    """Probability per read of KV: refuse, fail, truncate, bit_flip, stall, delay, disconnect."""
-    calls: dict[str, dict[CallFault, float]] = Field(default_factory=dict)
-    """By method (Serve, Connect, Renew, Release), the probability per call or message: drop, delay,
-    disconnect, and for single calls lose_reply and duplicate."""
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.reads and not self.calls
+    """Compare a checksum of every block that was read with its owner's. For pools in host memory, and
+    workers of one rank."""
 
 
 class RayConfig(Section):
@@ -183,6 +175,10 @@ class ClusterConfig(Section):
     """Number type of weights and KV; auto: bfloat16 where the hardware multiplies it, else float32."""
     block_size: BlockSize = 16
     """Tokens per KV block."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Ranks (processes, or GPUs) that share each layer of one worker's model, by heads."""
+    pipeline_parallel_size: int = Field(default=1, ge=1)
+    """Stages of one worker's model, each with layers and ranks of its own."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt + output; null: what the model was trained for."""
     enable_prefix_caching: bool = True
@@ -198,6 +194,7 @@ class ClusterConfig(Section):
     prefill: PoolConfig = Field(default_factory=PoolConfig)
     decode: DecodePoolConfig = Field(default_factory=DecodePoolConfig)
     kv_transfer: KvTransferConfig = Field(default_factory=KvTransferConfig)
+    ranks: RanksConfig = Field(default_factory=RanksConfig)
     faults: FaultsConfig = Field(default_factory=FaultsConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
     deploy: DeployConfig = Field(default_factory=DeployConfig)
@@ -211,6 +208,19 @@ class ClusterConfig(Section):
                     f"router.max_num_choices is {self.max_num_choices}, but {name}.max_num_seqs is"
                     f" {pool.max_num_seqs}, and all choices of a request run together: lower the one or"
                     " raise the other"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _checksums_are_of_whole_blocks(self) -> ClusterConfig:
+        """A rank has a part of each block, and the other side's ranks may have other parts."""
+        for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
+            layout = self.layout_of(pool)
+            if self.kv_transfer.checksum and layout.num_ranks > 1:
+                raise ValueError(
+                    f"kv_transfer.checksum compares whole blocks, but {name} workers have"
+                    f" {layout.num_ranks} ranks: leave it out, or leave out tensor_parallel_size and"
+                    " pipeline_parallel_size"
                 )
         return self
 
@@ -230,6 +240,13 @@ class ClusterConfig(Section):
 
     def block_size_of(self, pool: PoolConfig) -> int:
         return pool.block_size or self.block_size
+
+    def layout_of(self, pool: PoolConfig) -> RankLayout:
+        """How the model of a pool's workers is dealt out to ranks."""
+        return RankLayout(
+            pool.tensor_parallel_size or self.tensor_parallel_size,
+            pool.pipeline_parallel_size or self.pipeline_parallel_size,
+        )
 
     def pool(self, role: Role) -> PoolConfig:
         return self.prefill if role is Role.PREFILL else self.decode

@@ -16,9 +16,10 @@ class PodConfig(Section):
     """The pods of one pool."""
 
     workers_per_pod: int = Field(default=1, ge=1)
-    """Workers of the pool in one pod; with `num_gpus: 1` each of them takes one of the pod's GPUs."""
+    """Workers of the pool in one pod, with all their ranks; with `num_gpus: 1` each rank takes one of the
+    pod's GPUs."""
     cpus: int = Field(default=4, ge=1)
-    """CPUs of one pod; Ray hands them out to the workers by `num_cpus`."""
+    """CPUs of one pod; Ray hands them out to the ranks by `num_cpus`."""
     memory: ByteSize = ByteSize(16 * GIB)
     """Memory of one pod, its /dev/shm included."""
     shm: ByteSize = ByteSize(2 * GIB)

@@ -86,7 +86,8 @@ def connect(config: ClusterConfig) -> RayCluster:
         return join(config.ray.address)
     pools = (config.prefill, config.decode)
     resources = {name: 1e6 for pool in pools for name in pool.resources}
-    num_cpus = sum((p.most_num_workers + 1) * p.num_cpus for p in pools)  # one each for a successor
+    # Room for all ranks of all workers, and of one successor in each pool.
+    num_cpus = sum((p.most_num_workers + 1) * config.layout_of(p).num_ranks * p.num_cpus for p in pools)
     return start_local(config.ray, num_cpus, resources)
 
 

@@ -18,6 +18,7 @@ from cluster.config import ClusterConfig
 from cluster.directory import InProcessDirectory
 from cluster.idleness import assert_worker_idle
 from cluster.local_http import serve_http
+from cluster.ranks import ThreadLauncher
 from cluster.verification import Case
 from kv_transfer import LoopbackNetwork
 from protocol.errors import EngineFault, StartupError
@@ -43,12 +44,14 @@ class LocalCluster:
         """Opens the workers' gRPC servers."""
         self.directory = InProcessDirectory()
         network = LoopbackNetwork()
+        launcher = ThreadLauncher(network)
         self.prefill_workers: list[PrefillWorker] = [
             compose.build_prefill_worker(
                 config,
                 token=token,
                 directory=self.directory,
                 replica_name=f"prefill-{i}",
+                launcher=launcher,
                 network=network,
             )
             for i in range(config.prefill.num_workers)
@@ -59,6 +62,7 @@ class LocalCluster:
                 token=token,
                 directory=self.directory,
                 replica_name=f"decode-{i}",
+                launcher=launcher,
                 network=network,
             )
             for i in range(config.decode.num_workers)

@@ -13,6 +13,7 @@ from engine.machine import COMPILERS, find_compiler, read_cpu_flags
 from engine.model.config import ModelConfig
 from engine.weights import ModelFolder
 from protocol.errors import StartupError
+from protocol.rank_layout import RankLayout, kv_parts
 
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_tile"})
 """A CPU without these computes in float32 when `dtype` is auto."""
@@ -47,10 +48,27 @@ def check_before_start(config: ClusterConfig, folder: ModelFolder) -> None:
 
 
 def check_sizes(config: ClusterConfig, model: ModelConfig) -> None:
-    """Raise `StartupError` unless each pool's KV memory holds the longest sequence that is to be served."""
+    """Raise `StartupError` unless the ranks of each pool's workers can share the model, and their KV memory
+    holds the longest sequence that is to be served."""
     length = max_model_len(config, model)
     for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
+        _check_shareable(name, config.layout_of(pool), model)
         _check_holds_longest(name, config, pool, model, length)
+
+
+def _check_shareable(name: str, layout: RankLayout, model: ModelConfig) -> None:
+    """Each rank needs a query head, an MLP column and a word, and each stage a layer."""
+    for key, number, total, what in (
+        ("tensor_parallel_size", layout.tensor_parallel_size, model.num_heads, "attention heads"),
+        ("tensor_parallel_size", layout.tensor_parallel_size, model.intermediate_size, "MLP columns"),
+        ("tensor_parallel_size", layout.tensor_parallel_size, model.vocab_size, "tokens in its vocabulary"),
+        ("pipeline_parallel_size", layout.pipeline_parallel_size, model.num_layers, "layers"),
+    ):
+        if number > total:
+            raise StartupError(
+                f"{key} of {name} workers is {number}, but the model has {total} {what}:"
+                f" lower it to {total} or less"
+            )
 
 
 def _check_holds_longest(
@@ -78,8 +96,11 @@ def _check_holds_longest(
 
 
 def least_block_bytes(config: ClusterConfig, pool: PoolConfig, model: ModelConfig) -> int:
-    """One block over all layers, of the narrowest type where the worker itself decides."""
-    sizes = model.num_layers, 2, model.num_kv_heads, config.block_size_of(pool), model.head_dim
+    """One block of the rank with the most layers and heads, of the narrowest type where the worker itself
+    decides."""
+    parts = kv_parts(model.num_layers, model.num_kv_heads, config.layout_of(pool))
+    most = max(len(part.layers) * len(part.heads) for part in parts)
+    sizes = most, 2, config.block_size_of(pool), model.head_dim
     return math.prod(sizes) * least_element_bytes(config, pool)
 
 

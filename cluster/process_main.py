@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from cluster.grpc_directory import GrpcDirectory, serve_directory
 from cluster.idleness import assert_worker_idle
 from cluster.netns import enter_netns
 from cluster.process_spec import ProcessSpec
+from cluster.ranks import ForkedLauncher, RankLauncher, RankSpec
 from protocol.errors import SplitserveError
 from protocol.ids import Role
 from protocol.membership import WorkerRecord
@@ -46,17 +48,21 @@ class Worker(Protocol):
     def assert_idle(self) -> None: ...
 
 
-Build = Callable[[ProcessSpec, Directory], Worker]
-"""Makes a worker, loaded but not started. Raises `StartupError`."""
+Build = Callable[[ProcessSpec, Directory, RankLauncher], Worker]
+"""Makes a worker, loaded but not started; the launcher starts its other ranks. Raises `StartupError`."""
 
 
-def build_worker(spec: ProcessSpec, directory: Directory) -> Worker:
+def build_worker(spec: ProcessSpec, directory: Directory, launcher: RankLauncher) -> Worker:
     """The worker as every other cluster has it."""
     from cluster import compose
 
     build = compose.build_prefill_worker if spec.role is Role.PREFILL else compose.build_decode_worker
     worker: Worker = build(
-        spec.cluster_config(), token=spec.token, directory=directory, replica_name=spec.name
+        spec.cluster_config(),
+        token=spec.token,
+        directory=directory,
+        replica_name=spec.name,
+        launcher=launcher,
     )
     return worker
 
@@ -79,18 +85,18 @@ class Inmate(Protocol):
 class WorkerInmate:
     """A worker of either role."""
 
-    def __init__(self, spec: ProcessSpec) -> None:
+    def __init__(self, spec: ProcessSpec, launcher: RankLauncher) -> None:
         self._spec = spec
         self._directory = GrpcDirectory(spec.directory_address, spec.token)
-        self._worker = self._build()
+        self._worker = self._build(launcher)
 
-    def _build(self) -> Worker:
+    def _build(self, launcher: RankLauncher) -> Worker:
         from cluster.serve_replica import collecting_no_garbage
 
         module, _, function = self._spec.build.partition(":")
         build: Build = getattr(import_module(module), function)
         with collecting_no_garbage():
-            return build(self._spec, self._directory)
+            return build(self._spec, self._directory, launcher)
 
     async def start(self) -> dict[str, str]:
         address = await self._worker.start(self._spec.host, self._spec.port)
@@ -132,21 +138,40 @@ class DirectoryInmate:
 def run_process(spec: ProcessSpec) -> int:
     """Be that process until its end. Returns the exit code."""
     _set_up(spec)
+    launcher = _fork_ranks(spec)
     try:
-        return asyncio.run(_live(spec))
+        return asyncio.run(_live(spec, launcher))
     except Exception:  # into its log, whatever it is; the code tells whoever waits for the process
         logger.exception("ended")
         return 1
 
 
-async def _live(spec: ProcessSpec) -> int:
+def _fork_ranks(spec: ProcessSpec) -> RankLauncher:
+    """The worker's other ranks, before this process has threads."""
+    launcher = ForkedLauncher(spec.host)
+    if spec.role is not None:
+        config = spec.cluster_config()
+        layout = config.layout_of(config.pool(spec.role))
+        launcher.fork(layout.num_ranks - 1, partial(_be_rank, spec.netns))
+    return launcher
+
+
+def _be_rank(netns: str | None, spec: RankSpec) -> None:
+    from cluster.ranks.follower import follow
+
+    if netns is not None:
+        enter_netns(netns)
+    follow(spec)
+
+
+async def _live(spec: ProcessSpec, launcher: RankLauncher) -> int:
     reader, writer = await asyncio.open_unix_connection(spec.control_path)
     _say(writer, hello=spec.launch, pid=os.getpid())
     inmate: Inmate
     try:
         if spec.netns is not None:
             enter_netns(spec.netns)
-        inmate = DirectoryInmate(spec) if spec.role is None else WorkerInmate(spec)
+        inmate = DirectoryInmate(spec) if spec.role is None else WorkerInmate(spec, launcher)
         _say(writer, ready=await inmate.start())
     except Exception as error:
         known = isinstance(error, SplitserveError)

@@ -7,7 +7,6 @@ and all that it forked with it, when its stdin is closed.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import signal
@@ -15,8 +14,7 @@ import sys
 
 from cluster.process_main import run_process
 from cluster.process_spec import ProcessSpec
-
-_PR_SET_PDEATHSIG = 1
+from cluster.process_tree import die_with_parent
 
 
 def warm_up() -> None:
@@ -50,14 +48,6 @@ def _be_child(spec: ProcessSpec, parent_pid: int) -> None:
         code = run_process(spec)
     finally:
         os._exit(code)
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """The kernel kills this process with the thread that started it, even while it is stopped."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it was gone before
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+import signal
 import sys
 from collections.abc import Iterable
 
 import psutil
 
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """The kernel kills this process with the thread that started it, even while it is stopped."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it was gone before
+        os._exit(1)
 
 
 def adopt_orphans() -> None:

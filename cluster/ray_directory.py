@@ -51,6 +51,8 @@ def create_directory(namespace: str = NAMESPACE) -> Any:  # Ray types an actor's
         get_if_exists=True,
         max_restarts=-1,
         num_cpus=0,
+        # A worker that makes it anew has a placement group for its ranks, with which it must not end.
+        scheduling_strategy="DEFAULT",
     )
     return actor.remote()
 

@@ -23,25 +23,35 @@ if TYPE_CHECKING:
 
 def build_prefill_worker(config: ClusterConfig, token: str, replica_name: str) -> PrefillWorker:
     from cluster import compose
+    from cluster.ranks.actors import ActorLauncher
     from cluster.ray_directory import RayDirectory
 
     log_to_serve()
     keep_serve_on_loopback(config)
     with collecting_no_garbage():
         return compose.build_prefill_worker(
-            config, token=token, directory=RayDirectory(), replica_name=replica_name
+            config,
+            token=token,
+            directory=RayDirectory(),
+            replica_name=replica_name,
+            launcher=ActorLauncher(config.prefill),
         )
 
 
 def build_decode_worker(config: ClusterConfig, token: str, replica_name: str) -> DecodeWorker:
     from cluster import compose
+    from cluster.ranks.actors import ActorLauncher
     from cluster.ray_directory import RayDirectory
 
     log_to_serve()
     keep_serve_on_loopback(config)
     with collecting_no_garbage():
         return compose.build_decode_worker(
-            config, token=token, directory=RayDirectory(), replica_name=replica_name
+            config,
+            token=token,
+            directory=RayDirectory(),
+            replica_name=replica_name,
+            launcher=ActorLauncher(config.decode),
         )
 
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Protocol
 
-import ray
 from ray import serve
 
+from cluster.ranks.actors import own_address
 from protocol.signals import StageSignals
 
 
@@ -40,7 +40,7 @@ class WorkerReplica:
     ) -> None:
         self._drain_limit_s = drain_limit_s
         self._worker = build(serve.get_replica_context().replica_id.unique_id)
-        await self._worker.start(_own_address() if host == "auto" else host, 0)
+        await self._worker.start(own_address() if host == "auto" else host, 0)
 
     def check_health(self) -> None:
         """Called by Serve every period; three failures in a row and the replica is replaced."""
@@ -57,8 +57,3 @@ class WorkerReplica:
         """
         if hasattr(self, "_worker"):
             await self._worker.stop(self._drain_limit_s)
-
-
-def _own_address() -> str:
-    """The address by which other nodes reach this one."""
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]

@@ -9,11 +9,24 @@ keeper       progress and lease of one ticket           watch     what ends an i
 fetching     chunks, as they are ready                  pending_read  who owns blocks being read into
 handback     the way back to the owner                  peers     connections to owners
 owner        the owner's side over gRPC                 reader    the thread that moves blocks
+group_reader all ranks read, at the leader              rank_proxy  the others, as the leader sees them
+rank_service the others' side of that
 """
 
 from __future__ import annotations
 
 from decode_worker.config import DecodeWorkerConfig, OnKvFailure
+from decode_worker.group_reader import GroupReader
+from decode_worker.rank_proxy import RankProxy
+from decode_worker.rank_service import RankReadServer
 from decode_worker.worker import DecodeWorker, MakeEngine
 
-__all__ = ["DecodeWorker", "DecodeWorkerConfig", "MakeEngine", "OnKvFailure"]
+__all__ = [
+    "DecodeWorker",
+    "DecodeWorkerConfig",
+    "GroupReader",
+    "MakeEngine",
+    "OnKvFailure",
+    "RankProxy",
+    "RankReadServer",
+]

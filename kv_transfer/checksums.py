@@ -8,13 +8,25 @@ from collections.abc import Callable, Sequence
 from kv_transfer.memory import MemoryKind, PoolMemory
 from protocol.errors import StartupError
 from protocol.ids import BlockId
+from protocol.rank_layout import RankLayout
+
+ONE_RANK = RankLayout()
 
 TakeChecksums = Callable[[PoolMemory, Sequence[BlockId]], list[int]]
 """As `block_checksums`."""
 
 
-def require_checksums(memory: PoolMemory) -> None:
-    """To be asked at the start of a worker that shall compare. Raises `StartupError` for device memory."""
+def require_checksums(memory: PoolMemory, layout: RankLayout = ONE_RANK) -> None:
+    """To be asked at the start of a worker that shall compare.
+
+    Raises `StartupError` for device memory, and for a worker of several ranks: the numbers are those of
+    one rank's blocks, and readers may have other ranks.
+    """
+    if layout.num_ranks > 1:
+        raise StartupError(
+            f"KV on {layout.num_ranks} ranks has no checksums, only KV of workers with one rank: "
+            "set kv_transfer.checksum: false"
+        )
     if memory.kind is not MemoryKind.HOST:
         raise StartupError(
             f"KV in {memory.kind.value} memory has no checksums, only KV in host memory: "

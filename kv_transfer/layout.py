@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kv_transfer.parts import num_rows
 from protocol.errors import LayoutMismatch, TransferFailed
 from protocol.handoff import Fingerprint
 from protocol.ids import BlockId
+from protocol.rank_layout import KvPart
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 """The number types that KV can be converted between."""
@@ -29,22 +31,29 @@ class BlockLayout:
     dtype: str
 
     @classmethod
-    def of(cls, fingerprint: Fingerprint) -> BlockLayout:
-        """Raises `LayoutMismatch` for KV of a type that cannot be converted."""
+    def of(cls, fingerprint: Fingerprint, part: KvPart) -> BlockLayout:
+        """Blocks with `part` of such a worker's KV.
+
+        Raises `LayoutMismatch` for KV of a type that cannot be converted.
+        """
         if fingerprint.kv_dtype not in ITEM_BYTES:
             raise LayoutMismatch(
                 f"KV of type {fingerprint.kv_dtype} cannot be converted, only of {', '.join(ITEM_BYTES)}"
             )
         return cls(
-            num_rows=fingerprint.num_layers * 2 * fingerprint.num_kv_heads,
+            num_rows=num_rows(part),
             block_size=fingerprint.block_size,
             head_dim=fingerprint.head_dim,
             dtype=fingerprint.kv_dtype,
         )
 
     @property
+    def row_bytes(self) -> int:
+        return self.block_size * self.head_dim * ITEM_BYTES[self.dtype]
+
+    @property
     def block_bytes(self) -> int:
-        return self.num_rows * self.block_size * self.head_dim * ITEM_BYTES[self.dtype]
+        return self.num_rows * self.row_bytes
 
 
 @dataclass(frozen=True, slots=True)

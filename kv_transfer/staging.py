@@ -21,9 +21,9 @@ from kv_transfer.checksums import TakeChecksums
 from kv_transfer.layout import Piece, blocks_over, entries, pieces
 from kv_transfer.memory import check_pool_blocks
 from kv_transfer.repack import PoolView, convert
+from kv_transfer.source import Source
 from kv_transfer.staging_area import NUM_SLOTS, Chunk, StagingArea
-from protocol.errors import LayoutMismatch, TransferFailed
-from protocol.handoff import TransportEndpoint
+from protocol.errors import TransferFailed
 from protocol.ids import BlockId
 from protocol.ports import FetchStatus
 
@@ -60,29 +60,24 @@ class StagedReads:
         self.mine = mine
         self.checksum = checksum
         self.num_pending: Counter[str] = Counter()
-        self._peers: dict[str, TransportEndpoint] = {}
+        self._sources: dict[str, Source] = {}
 
-    def connect(self, peer: TransportEndpoint) -> None:
-        if peer.pool.block_bytes != self.layout.block_bytes:
-            raise LayoutMismatch(
-                f"a block of {peer.agent} has {peer.pool.block_bytes} bytes, but one of {self.layout} "
-                f"has {self.layout.block_bytes}"
-            )
-        self._areas[-1].transport.connect(peer)
-        self._peers[peer.agent] = peer
+    def connect(self, source: Source) -> None:
+        self._areas[-1].reads.connect(source)
+        self._sources[source.agent] = source
 
     def disconnect(self, agent: str) -> None:
         self._check_idle(agent)
         for area in self._areas:
-            area.transport.disconnect(agent)
-        self._peers.pop(agent, None)
+            area.reads.disconnect(agent)
+        self._sources.pop(agent, None)
 
     def close(self) -> None:
-        for agent in self._peers:
+        for agent in self._sources:
             self._check_idle(agent)
-        self._peers.clear()
+        self._sources.clear()
         for area in self._areas:
-            area.transport.close()
+            area.reads.close()
 
     def start_chunk(self, agent: str, their_blocks: Mapping[int, BlockId]) -> Chunk | None:
         """Read as many of these blocks, in order, as there is room for; None when there is none.
@@ -92,13 +87,13 @@ class StagedReads:
         area = self._area_with_room()
         if area is None:
             return None
-        return area.start(self._peers[agent], dict(islice(their_blocks.items(), area.room)))
+        return area.start(self._sources[agent], dict(islice(their_blocks.items(), area.room)))
 
     def end_chunk(self, chunk: Chunk) -> None:
         """Of a read that is terminal."""
         chunk.area.end(chunk)
         for area in [area for area in self._areas[:-1] if area.is_idle]:
-            area.transport.close()
+            area.reads.close()
             self._areas.remove(area)
 
     def _area_with_room(self) -> StagingArea | None:
@@ -121,14 +116,14 @@ class StagedReads:
         return StagedFetch(self, wish)
 
     def _check(self, wish: _Wish) -> None:
-        peer = self._peers.get(wish.agent)
-        if peer is None:
+        source = self._sources.get(wish.agent)
+        if source is None:
             raise TransferFailed(f"no connected peer is called {wish.agent}")
         their_size, my_size = self.layout.block_size, self.mine.layout.block_size
         theirs = entries(wish.their_table, blocks_over(wish.tokens, their_size), "the owner's")
         mine = entries(wish.my_table, blocks_over(wish.tokens, my_size), "the reader's")
         try:
-            check_pool_blocks("remote", theirs, peer.pool)
+            check_pool_blocks("remote", theirs, source.pool)
             check_pool_blocks("local", mine, self.mine.memory.description, are_written=True)
         except ValueError as error:
             raise TransferFailed(f"cannot read from {wish.agent}: {error}") from error

@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kv_transfer.joint import JointReads
 from kv_transfer.repack import PoolView
-from protocol.handoff import TransportEndpoint
+from kv_transfer.source import Source
 from protocol.ids import BlockId
-from protocol.ports import Clock, FetchHandle, KvTransport
+from protocol.ports import Clock, FetchHandle
 
 NUM_SLOTS = 4
 STUCK_S = 2.0
@@ -34,11 +35,11 @@ class Chunk:
 
 
 class StagingArea:
-    """Memory for the owner's blocks, and the transport that reads into it. On the transport's thread."""
+    """Memory for blocks of the owner's layout, and what reads into it. On the transport's thread."""
 
-    def __init__(self, transport: KvTransport, view: PoolView, clock: Clock) -> None:
-        """`transport` reads into the memory of `view`; it is owned."""
-        self.transport = transport
+    def __init__(self, reads: JointReads, view: PoolView, clock: Clock) -> None:
+        """`reads` go into the memory of `view`; they are owned."""
+        self.reads = reads
         self.view = view
         self._clock = clock
         self._free: deque[BlockId] = deque(map(BlockId, range(1, view.memory.num_blocks)))
@@ -60,11 +61,11 @@ class StagingArea:
         now_s = self._clock()
         return any(now_s - chunk.started_s >= STUCK_S for chunk in self._in_flight)
 
-    def start(self, peer: TransportEndpoint, their_blocks: Mapping[int, BlockId]) -> Chunk:
+    def start(self, source: Source, their_blocks: Mapping[int, BlockId]) -> Chunk:
         """Read these, no more than there is `room` for. Raises `TransferFailed`, and takes nothing then."""
-        self.transport.connect(peer)
+        self.reads.connect(source)
         blocks = dict(zip(their_blocks, self._free, strict=False))
-        handle = self.transport.fetch(peer.agent, list(their_blocks.values()), list(blocks.values()))
+        handle = self.reads.fetch(source.agent, list(their_blocks.values()), list(blocks.values()))
         for _ in blocks:
             self._free.popleft()
         chunk = Chunk(self, handle, blocks, self._clock())

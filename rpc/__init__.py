@@ -1,6 +1,7 @@
 """gRPC plumbing: authenticated channels and servers, sessions, and what the two workers share.
 
-- `open_channel`, `start_server`: both ends, with the cluster token, keepalive and size limits.
+- `open_channel`, `start_server`: both ends, with the cluster token, keepalive and size limits;
+  `open_blocking_channel` for threads without an event loop.
 - `WorkerSession`: a router's end of the one stream to a worker. `FrameOutbox`, `run_session`: the
   worker's end.
 - `FaultyDial`: channels that go wrong on purpose, as `CallFaults` say.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from rpc.admin import AdminService
 from rpc.announcer import Announcer
+from rpc.blocking import open_blocking_channel
 from rpc.client import open_channel
 from rpc.engine_link import Engine, EngineLink, EngineStats
 from rpc.engine_metrics import EngineCollector
@@ -51,6 +53,7 @@ __all__ = [
     "abort",
     "error_from_rpc",
     "join_address",
+    "open_blocking_channel",
     "open_channel",
     "rpc_errors",
     "run_session",

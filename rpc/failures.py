@@ -78,9 +78,12 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: SplitserveEr
     raise AssertionError("gRPC's abort returned")
 
 
-def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> SplitserveError:
-    """The error as the peer raised it, or what the status code says about `peer`."""
-    metadata: Any = error.trailing_metadata()  # the stubs know only the synchronous form
+def error_from_rpc(error: Any, peer: str) -> SplitserveError:
+    """The error as the peer raised it, or what the status code says about `peer`.
+
+    `error` is what a call raised: an `AioRpcError`, or the `RpcError` of a call without an event loop.
+    """
+    metadata = error.trailing_metadata()
     for key, value in metadata or ():
         if key == FAILURE_KEY:
             return _decode(value if isinstance(value, bytes) else value.encode(), peer)

@@ -55,7 +55,11 @@ def parse_topology(text: str) -> dict[str, str]:
 
 
 def check_gpus(seen: Seen) -> Findings:
-    num_wanted = sum(p.least_num_workers * p.num_gpus for p in (seen.config.prefill, seen.config.decode))
+    config = seen.config
+    num_wanted = sum(
+        pool.least_num_workers * config.layout_of(pool).num_ranks * pool.num_gpus
+        for pool in (config.prefill, config.decode)
+    )
     known = [node for node in seen.nodes if node.gpus is not None]
     for node in known:
         yield from _check_node(node, node.gpus or Gpus(), needs_gpus=num_wanted > 0)

@@ -9,7 +9,7 @@ import psutil
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.doctor.facts import Memory, NodeFacts, Seen
 from cluster.doctor.findings import Finding, Findings, Topic, in_words
-from cluster.doctor.placement import engines_on
+from cluster.doctor.placement import ranks_on
 from cluster.preflight import least_block_bytes, least_element_bytes
 from engine.model.config import ModelConfig
 from protocol.errors import StartupError
@@ -41,7 +41,7 @@ def _number(file: Path) -> int | None:
 
 
 def kv_bytes(config: ClusterConfig, pool: PoolConfig, model: ModelConfig) -> int:
-    """KV blocks of one worker, none where it takes a share of what is free, and its memory for swapping."""
+    """KV blocks of one rank, none where it takes a share of what is free, and its memory for swapping."""
     swap = int(pool.swap_memory) if pool.preemption == "swap" else 0
     if pool.num_blocks is not None:
         return pool.num_blocks * least_block_bytes(config, pool, model) + swap
@@ -62,9 +62,10 @@ def check_memory(seen: Seen) -> Findings:
 def _check_node(seen: Seen, node: NodeFacts, model: ModelConfig, num_parameters: int) -> Findings:
     host_bytes = CLUSTER_BYTES if seen.is_one_machine else 0
     parts = []
-    for role, number in engines_on(seen, node).items():
+    for role, number in ranks_on(seen, node).items():
         pool = seen.config.pool(role)
-        weights = num_parameters * least_element_bytes(seen.config, pool)
+        num_ranks = seen.config.layout_of(pool).num_ranks
+        weights = num_parameters * least_element_bytes(seen.config, pool) // num_ranks
         engine = weights + kv_bytes(seen.config, pool, model)
         host_bytes += number * PROCESS_BYTES
         if pool.num_gpus:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from cluster.doctor.facts import NodeFacts, Seen, Shm
 from cluster.doctor.findings import Finding, Findings, Topic, in_words
-from cluster.doctor.placement import num_engines_on
+from cluster.doctor.placement import num_ranks_on
 
 PATH = "/dev/shm"  # noqa: S108
 ENGINE_BYTES = 16 * 2**20
@@ -43,7 +43,7 @@ def _check_node(seen: Seen, node: NodeFacts, shm: Shm) -> Finding:
     what = f"{PATH}: {in_words(shm.free_bytes)} free of {in_words(shm.total_bytes)}"
     if seen.is_running:
         return topic.ok(f"{what}, beside the running workers")
-    engines_bytes = ENGINE_BYTES * max(1, num_engines_on(seen, node))
+    engines_bytes = ENGINE_BYTES * max(1, num_ranks_on(seen, node))
     store_bytes = seen.config.ray.object_store_bytes if seen.is_one_machine else 0
     needed = in_words(engines_bytes + store_bytes)
     todo = f"give the container {needed} or more: --shm-size, or an emptyDir of medium Memory at {PATH}"

@@ -62,7 +62,7 @@ def is_prepared_for(config: ClusterConfig, offered: Iterable[str]) -> bool:
 
 
 def pool_resources(config: ClusterConfig, role: Role) -> dict[str, float]:
-    """The custom Ray resources that one worker of a pool takes: its nodes must offer them."""
+    """The custom Ray resources that one rank of a pool's workers takes: its nodes must offer them."""
     return _resources(role, config.pool(role))
 
 

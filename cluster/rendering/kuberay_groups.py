@@ -38,18 +38,17 @@ def pod_groups(config: ClusterConfig) -> list[PodGroup]:
 
 def _group(config: ClusterConfig, role: Role) -> PodGroup:
     pool, pod = config.pool(role), _pod(config, role)
-    _check_room(role.value, pool, pod)
+    num_ranks = pod.workers_per_pod * config.layout_of(pool).num_ranks
+    _check_room(role.value, pool, pod, num_ranks)
     return PodGroup(
         name=role.value,
         num_pods=math.ceil(pool.least_num_workers / pod.workers_per_pod),
         max_pods=math.ceil(pool.most_num_workers / pod.workers_per_pod),
         cpus=pod.cpus,
-        gpus=pool.num_gpus * pod.workers_per_pod,
+        gpus=pool.num_gpus * num_ranks,
         memory_bytes=pod.memory,
         shm_bytes=pod.shm,
-        ray_resources={
-            name: amount * pod.workers_per_pod for name, amount in pool_resources(config, role).items()
-        },
+        ray_resources={name: amount * num_ranks for name, amount in pool_resources(config, role).items()},
         node_selector=pod.node_selector,
     )
 
@@ -59,21 +58,30 @@ def _pod(config: ClusterConfig, role: Role) -> PodConfig:
     return kuberay.prefill if role is Role.PREFILL else kuberay.decode
 
 
-def _check_room(name: str, pool: PoolConfig, pod: PodConfig) -> None:
-    """What Ray or the kernel would find out an hour later: workers that wait for ever, or are killed."""
+def _check_room(name: str, pool: PoolConfig, pod: PodConfig, num_ranks: int) -> None:
+    """What Ray or the kernel would find out an hour later: workers that wait for ever, or are killed.
+
+    A pod holds all ranks of its workers, so many.
+    """
     where = f"deploy.kuberay.{name}"
-    if pool.num_cpus * pod.workers_per_pod > pod.cpus:
+    if pool.num_cpus * num_ranks > pod.cpus:
         raise StartupError(
-            f"{where}.cpus is {pod.cpus}, but its {pod.workers_per_pod} workers reserve"
+            f"{where}.cpus is {pod.cpus}, but its {_in_words(pod.workers_per_pod, num_ranks)} reserve"
             f" {pool.num_cpus:g} each ({name}.num_cpus): Ray would never start the last one"
         )
     on_host = pool.swap_memory + (0 if pool.num_gpus or pool.kv_cache_share else pool.kv_cache_memory)
-    needed = pod.shm + pod.workers_per_pod * on_host
+    needed = pod.shm + num_ranks * on_host
     if needed >= pod.memory:
         raise StartupError(
             f"{where}.memory is {pod.memory:,} bytes, but /dev/shm and the KV blocks of its workers alone"
             f" take {needed:,}: raise it, or lower {where}.shm or {name}.kv_cache_memory"
         )
+
+
+def _in_words(num_workers: int, num_ranks: int) -> str:
+    if num_ranks == num_workers:
+        return f"{num_workers} workers"
+    return f"{num_ranks} ranks (of {num_workers} workers)"
 
 
 def _merged(groups: list[PodGroup]) -> PodGroup:

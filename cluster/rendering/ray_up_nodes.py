@@ -81,10 +81,11 @@ def _max_num_hosts(hosts: PoolHosts) -> int:
 
 
 def _offer(config: ClusterConfig, role: Role, num_hosts: int) -> dict[str, int]:
-    """Room for a host's share of the workers, and of those that a rolling update starts early."""
+    """Room for a host's share of the workers, each with all its ranks, and of those that a rolling update
+    starts early."""
     pool = config.pool(role)
     num_workers = math.ceil(pool.most_num_workers * (100 + pool.max_surge_percent) / 100)
-    share = math.ceil(num_workers / num_hosts)
+    share = math.ceil(num_workers / num_hosts) * config.layout_of(pool).num_ranks
     return {name: math.ceil(share * amount) for name, amount in pool_resources(config, role).items()}
 
 

@@ -18,7 +18,7 @@ PROXY_PORTS = {"HAProxy's metrics": 9101, "HAProxy's statistics": 8404}
 WORKER_PORTS = range(10002, 20000)
 """Ray hands these out to its worker processes."""
 ENGINE_SHM_BYTES = 16 * 2**20
-"""What UCX maps for one worker, its peers' part included."""
+"""What UCX maps for one rank, its peers' part included."""
 
 SECRETS = {
     "SPLITSERVE_CLUSTER_TOKEN": "cluster_token_secret",
@@ -115,7 +115,8 @@ def _check_secrets(config: ClusterConfig) -> None:
 
 def _check_shm(config: ClusterConfig, role: Role) -> None:
     pod = config.deploy.kuberay.prefill if role is Role.PREFILL else config.deploy.kuberay.decode
-    needed = config.ray.object_store_bytes + pod.workers_per_pod * ENGINE_SHM_BYTES
+    num_ranks = pod.workers_per_pod * config.layout_of(config.pool(role)).num_ranks
+    needed = config.ray.object_store_bytes + num_ranks * ENGINE_SHM_BYTES
     if pod.shm < needed:
         raise StartupError(
             f"deploy.kuberay.{role.value}.shm is {pod.shm:,} bytes, but Ray's object store"

@@ -93,6 +93,10 @@ class ModelConfig:
     qk_norm: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    has_embedding: bool = True
+    """False in a part of a model whose first layer is not the model's."""
+    has_head: bool = True
+    """False in a part of a model whose last layer is not the model's; it has no last norm either."""
 
     @property
     def max_model_len(self) -> int:

@@ -58,6 +58,8 @@ class DecoderModel:
         self.max_model_len = max_model_len or config.max_model_len
         self.partition = partition or Whole()
         self._weights = weights
+        no_words = torch.empty(0, config.hidden_size, dtype=dtype, device=device)
+        self._embedding = no_words if weights.embedding is None else weights.embedding
         self.num_layers_run = 0
         """Over all calls: shows that a long one gets on."""
         cos, sin = rope_tables(config.rope, config.head_dim, self.max_model_len, dtype)
@@ -71,18 +73,20 @@ class DecoderModel:
         `token_ids` and `positions` are int64 [rows], a multiple of `ops.row_multiple`. Call it under
         `torch.inference_mode`.
         """
-        return self.layers(self.embed(token_ids, positions), attention)
+        hidden = self.layers(self.embed(token_ids, positions), attention)
+        self.partition.hand_on(hidden.delta, hidden.residual)
+        return hidden
 
     def embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Embedded:
         return Embedded(
-            self.partition.embed(self._weights.embedding, token_ids),
+            self.partition.embed(self._embedding, token_ids),
             self._cos.index_select(0, positions),
             self._sin.index_select(0, positions),
         )
 
     def embed_into(self, embedded: Embedded, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """For models of one rank."""
-        torch.index_select(self._weights.embedding, 0, token_ids, out=embedded.residual)
+        torch.index_select(self._embedding, 0, token_ids, out=embedded.residual)
         torch.index_select(self._cos, 0, positions, out=embedded.cos)
         torch.index_select(self._sin, 0, positions, out=embedded.sin)
 
@@ -107,8 +111,11 @@ class DecoderModel:
 
     def all_logits(self, hidden: HiddenState) -> torch.Tensor:
         """The float32 logits [rows, vocab] of all rows; overwrites `hidden`. Recorded as `layers`."""
-        x, _ = self._add_norm(hidden.delta, hidden.residual, self._weights.norm)
-        return self.partition.collect(self.ops.logits(x, self._weights.head))
+        norm, head = self._weights.norm, self._weights.head
+        if norm is None or head is None:  # they are a later stage's
+            return self.partition.collect(torch.empty(len(hidden.residual), 0, device=self.device))
+        x, _ = self._add_norm(hidden.delta, hidden.residual, norm)
+        return self.partition.collect(self.ops.logits(x, head))
 
     def _add_norm(
         self, delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor

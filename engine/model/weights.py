@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 
@@ -35,12 +36,12 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All of them."""
+    """All of them. A part of a model may lack its ends: see `ModelConfig.has_embedding` and `has_head`."""
 
-    embedding: torch.Tensor
+    embedding: torch.Tensor | None
     layers: tuple[LayerWeights, ...]
-    norm: torch.Tensor
-    head: Linear
+    norm: torch.Tensor | None
+    head: Linear | None
 
 
 def packed_parts(
@@ -55,13 +56,14 @@ def packed_parts(
     Raises `StartupError` for missing weights and wrong shapes.
     """
     reader = _Reader(config, checkpoint, ops, device, dtype)
-    embedding = reader.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-    yield "embedding", embedding
+    if config.has_embedding:
+        yield "embedding", reader.embedding
     for index in range(config.num_layers):
         for name, part in reader.layer(index):
             yield f"layers.{index}.{name}", part
-    yield "norm", reader.take("model.norm.weight", config.hidden_size)
-    yield "head", ops.pack_head(embedding if config.tie_word_embeddings else reader.head())
+    if config.has_head:
+        yield "norm", reader.take("model.norm.weight", config.hidden_size)
+        yield "head", ops.pack_head(reader.embedding if config.tie_word_embeddings else reader.head())
 
 
 def assemble(config: ModelConfig, parts: Mapping[str, Part]) -> ModelWeights:
@@ -71,7 +73,7 @@ def assemble(config: ModelConfig, parts: Mapping[str, Part]) -> ModelWeights:
     for index in range(config.num_layers):
         found = {name: parts.get(f"layers.{index}.{name}") for name in names}
         layers.append(LayerWeights(**{name: part for name, part in found.items() if part is not None}))  # type: ignore[arg-type]
-    return ModelWeights(parts["embedding"], tuple(layers), parts["norm"], parts["head"])  # type: ignore[arg-type]
+    return ModelWeights(parts.get("embedding"), tuple(layers), parts.get("norm"), parts.get("head"))  # type: ignore[arg-type]
 
 
 def pack_weights(
@@ -109,6 +111,11 @@ class _Reader:
         if tuple(weight.shape) != shape:
             raise StartupError(f"the weight {name!r} is {tuple(weight.shape)}; config.json implies {shape}")
         return weight.to(self._device, self._dtype)
+
+    @cached_property
+    def embedding(self) -> torch.Tensor:
+        """Taken once: a head that is tied to it shares its memory."""
+        return self.take("model.embed_tokens.weight", self._config.vocab_size, self._config.hidden_size)
 
     def head(self) -> torch.Tensor:
         return self.take("lm_head.weight", self._config.vocab_size, self._config.hidden_size)

@@ -1,4 +1,4 @@
-"""One model over several ranks: tensor parallelism.
+"""One model over several ranks: pipeline parallelism, and tensor parallelism in each of its stages.
 
 shard           which part of the model is whose
 communicator    what ranks can do together: solo, `gloo`, `nccl`; `connect` by name after a `rendezvous`
@@ -12,6 +12,7 @@ named here: leader and follower, which need the runner, have their own modules.
 
 from engine.parallel.communicator import Communicator, SoloCommunicator
 from engine.parallel.connect import connect
+from engine.parallel.groups import RankGroups, connect_groups
 from engine.parallel.partition import RankPartition
 from engine.parallel.rendezvous import host_store, join_store
 from engine.parallel.shard import Cut, Shard, shard_of
@@ -19,10 +20,12 @@ from engine.parallel.shard import Cut, Shard, shard_of
 __all__ = [
     "Communicator",
     "Cut",
+    "RankGroups",
     "RankPartition",
     "Shard",
     "SoloCommunicator",
     "connect",
+    "connect_groups",
     "host_store",
     "join_store",
     "shard_of",

@@ -9,6 +9,8 @@ A longer message takes a second broadcast. So steps alike, as decodes are, take 
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
+
 import numpy as np
 import torch
 
@@ -23,9 +25,14 @@ MIN_CAPACITY = 256
 class StepChannel:
     """One end of it. Used by the thread that uses the communicator. Raises `EngineFault` as that does."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        """`communicator` is for tensors in host memory."""
+    def __init__(self, communicator: Communicator, for_tensors: Items[Communicator] = ()) -> None:
+        """`communicator` is for tensors in host memory.
+
+        `for_tensors` are what the rank's model uses. They end with the channel: else a rank that waits for
+        another's tensors would not hear that it has failed.
+        """
         self._communicator = communicator
+        self._all = (communicator, *for_tensors)
         self._capacity = MIN_CAPACITY
 
     def send(self, message: IntArray) -> None:
@@ -64,10 +71,12 @@ class StepChannel:
 
     def abort(self) -> None:
         """From any thread: whoever waits here, or at another rank, raises soon."""
-        self._communicator.abort()
+        for communicator in self._all:
+            communicator.abort()
 
     def close(self) -> None:
-        self._communicator.close()
+        for communicator in self._all:
+            communicator.close()
 
     def _adapt(self, length: int) -> None:
         """To the next power of two above what the last message took."""

@@ -9,12 +9,13 @@ import torch
 from engine.parallel.communicator import Communicator, SoloCommunicator
 from engine.parallel.gloo import GlooCommunicator
 from engine.parallel.nccl import NcclCommunicator
+from engine.parallel.tcp import TcpCommunicator
 from protocol.errors import StartupError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-KINDS = ("solo", "gloo", "nccl")
+KINDS = ("solo", "tcp", "gloo", "nccl")
 
 
 def connect(
@@ -37,10 +38,12 @@ def connect(
         raise StartupError(f"there is no communicator {kind!r}; there are {', '.join(KINDS)}")
     if kind == "solo" or num_ranks == 1:
         if num_ranks != 1:
-            raise StartupError(f"{num_ranks} ranks need a communicator: gloo on CPUs, nccl on GPUs")
+            raise StartupError(f"{num_ranks} ranks need a communicator: tcp on CPUs, nccl on GPUs")
         return SoloCommunicator()
     if (kind == "nccl") != (device.type == "cuda"):
-        raise StartupError(f"{kind} does not reach tensors on {device.type}: gloo on CPUs, nccl on GPUs")
+        raise StartupError(f"{kind} does not reach tensors on {device.type}: tcp on CPUs, nccl on GPUs")
     if kind == "nccl":
         return NcclCommunicator(store, rank, num_ranks, device, limit_s=limit_s)
-    return GlooCommunicator(store, rank, num_ranks, host=host, limit_s=limit_s)
+    if kind == "gloo":
+        return GlooCommunicator(store, rank, num_ranks, host=host, limit_s=limit_s)
+    return TcpCommunicator(store, rank, num_ranks, host=host, limit_s=limit_s)

@@ -35,6 +35,9 @@ class Kind(IntEnum):
     STOP = 3
 
 
+_KINDS = {int(kind): kind for kind in Kind}
+
+
 @dataclass(frozen=True, slots=True)
 class RankStep:
     """One step as a rank sees it that does not sample."""
@@ -82,9 +85,10 @@ def bare_message(kind: Kind, serial: int) -> IntArray:
 
 def kind_and_serial(message: IntArray) -> tuple[Kind, int]:
     """Raises `EngineFault` for what is no message."""
-    if len(message) < _HEAD_SIZE or message[0] not in set(Kind):
-        raise EngineFault(f"the leader sent no message: {message[:_HEAD_SIZE].tolist()}")
-    return Kind(int(message[0])), int(message[1])
+    head = message[:_HEAD_SIZE].tolist()
+    if len(head) < _HEAD_SIZE or head[0] not in _KINDS:
+        raise EngineFault(f"the leader sent no message: {head}")
+    return _KINDS[head[0]], head[1]
 
 
 def read_step(message: IntArray) -> RankStep:

@@ -3,23 +3,27 @@
               whole                     rank r                  split along
     embedding, head   [vocab, hidden]   its words               rows
     q, k, v           [heads, hidden]   its heads               rows, and biases
-    output            [hidden, heads]   its heads               columns; rank 0 adds the bias
+    output            [hidden, heads]   its heads               columns; place 0 adds the bias
     gate, up          [inner, hidden]   its inner columns       rows, and biases
-    down              [hidden, inner]   its inner columns       columns; rank 0 adds the bias
+    down              [hidden, inner]   its inner columns       columns; place 0 adds the bias
     norms                               all                     -
 
-A rank's part is a model of its own, with fewer heads and so on: `Shard.local`. Sizes need not divide by
-the number of ranks; then ranks differ by one head, column or word.
+That is dealt out within each stage. The stages have neighbouring layers; the first has the embedding, the
+last has the last norm and the head, which is the embedding where these are tied.
+
+A rank's part is a model of its own, with fewer layers, heads and so on: `Shard.local`. Sizes need not
+divide by the number of ranks; then ranks differ by one layer, head, column or word.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from engine.model.config import ModelConfig
 from protocol.errors import StartupError
-from protocol.rank_layout import kv_head_ranges, split
+from protocol.rank_layout import RankLayout, kv_head_ranges, split
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,9 @@ class Shard:
 
     whole: ModelConfig
     rank: int
-    num_ranks: int
+    layout: RankLayout
+    layers: range
+    """Of the rank's stage."""
     query_heads: range
     kv_heads: range
     inner: range
@@ -47,10 +53,29 @@ class Shard:
     """Token ids, of the embedding and of the head."""
 
     @property
+    def place(self) -> int:
+        """Among the ranks that share the stage's layers."""
+        return self.layout.place_of(self.rank)
+
+    @property
+    def has_embedding(self) -> bool:
+        """The rank is one of the first stage."""
+        return self.layers.start == 0
+
+    @property
+    def has_head(self) -> bool:
+        """The rank is one of the last stage."""
+        return self.layers.stop == self.whole.num_layers
+
+    @property
     def local(self) -> ModelConfig:
         """The rank's part as a model: what its weights, its KV cache and its ops are made for."""
         return replace(
             self.whole,
+            num_layers=len(self.layers),
+            windows=self.whole.windows[self.layers.start : self.layers.stop],
+            has_embedding=self.has_embedding,
+            has_head=self.has_head,
             num_heads=len(self.query_heads),
             num_kv_heads=len(self.kv_heads),
             intermediate_size=len(self.inner),
@@ -60,7 +85,20 @@ class Shard:
     @property
     def label(self) -> str:
         """Tells apart what was packed for different shards of one model."""
-        return f"rank{self.rank}of{self.num_ranks}"
+        num_stages = self.layout.pipeline_parallel_size
+        stages = "" if num_stages == 1 else f"in{num_stages}stages"
+        return f"rank{self.rank}of{self.layout.num_ranks}{stages}"
+
+    def local_name(self, name: str) -> str | None:
+        """What a weight is called in the rank's part, where layers count from 0; None: it is not in it."""
+        if found := _LAYER.match(name):
+            index = int(found["index"])
+            if index not in self.layers:
+                return None
+            return f"model.layers.{index - self.layers.start}{name[found.end() :]}"
+        has_embedding = self.has_embedding or (self.has_head and self.whole.tie_word_embeddings)
+        is_held = has_embedding if name.startswith("model.embed_tokens.") else self.has_head
+        return name if is_held else None
 
     def cut(self, name: str) -> Cut | None:
         """The part of a weight, by Hugging Face's name; None: all of it."""
@@ -72,54 +110,62 @@ class Shard:
         return cut if kind == "weight" or cut.axis == 0 else None
 
     def is_added_elsewhere(self, name: str) -> bool:
-        """Whether it is added to a sum over the ranks, once: by rank 0, and so not here."""
-        return self.rank > 0 and name.endswith(_SUMMED_BIASES)
+        """Whether it is added to a sum over a stage's ranks, once: at place 0, and so not here."""
+        return self.place > 0 and name.endswith(_SUMMED_BIASES)
 
     def _heads(self, heads: range, total: int, axis: int) -> Cut:
         size = self.whole.head_dim
         return Cut(axis, range(heads.start * size, heads.stop * size), total * size)
 
 
-def shard_of(config: ModelConfig, rank: int, num_ranks: int) -> Shard:
-    """The part of `rank` (from 0) of `num_ranks`. Raises `StartupError` for a model that is too small."""
-    _require_enough(config, num_ranks)
-    if not 0 <= rank < num_ranks:
-        raise StartupError(f"there is no rank {rank} among {num_ranks}")
-    kv_ranges = kv_head_ranges(config.num_kv_heads, num_ranks)
+def shard_of(config: ModelConfig, rank: int, layout: RankLayout) -> Shard:
+    """The part of `rank` (from 0) in `layout`. Raises `StartupError` for a model that is too small."""
+    _require_enough(config, layout)
+    if not 0 <= rank < layout.num_ranks:
+        raise StartupError(f"there is no rank {rank} among {layout.num_ranks}")
+    place, num_places = layout.place_of(rank), layout.tensor_parallel_size
+    kv_ranges = kv_head_ranges(config.num_kv_heads, num_places)
     return Shard(
         whole=config,
         rank=rank,
-        num_ranks=num_ranks,
-        query_heads=_query_heads(config, kv_ranges, rank),
-        kv_heads=kv_ranges[rank],
-        inner=split(config.intermediate_size, num_ranks)[rank],
-        words=split(config.vocab_size, num_ranks)[rank],
+        layout=layout,
+        layers=split(config.num_layers, layout.pipeline_parallel_size)[layout.stage_of(rank)],
+        query_heads=_query_heads(config, kv_ranges, place),
+        kv_heads=kv_ranges[place],
+        inner=split(config.intermediate_size, num_places)[place],
+        words=split(config.vocab_size, num_places)[place],
     )
 
 
-def _require_enough(config: ModelConfig, num_ranks: int) -> None:
-    if num_ranks < 1:
-        raise StartupError(f"a model needs at least one rank, not {num_ranks}")
+def _require_enough(config: ModelConfig, layout: RankLayout) -> None:
+    num_places, num_stages = layout.tensor_parallel_size, layout.pipeline_parallel_size
+    if num_places < 1 or num_stages < 1:
+        raise StartupError(f"a model needs at least one rank, not {num_places} in {num_stages} stages")
+    if num_stages > config.num_layers:
+        raise StartupError(
+            f"the model has {config.num_layers} layers, which {num_stages} stages cannot share: "
+            f"lower the pipeline parallel size to {config.num_layers} or less"
+        )
     for total, what in (
         (config.num_heads, "attention heads"),
         (config.intermediate_size, "columns in its MLP"),
         (config.vocab_size, "tokens in its vocabulary"),
     ):
-        if num_ranks > total:
+        if num_places > total:
             raise StartupError(
-                f"the model has {total} {what}, which {num_ranks} ranks cannot share: "
+                f"the model has {total} {what}, which {num_places} ranks cannot share: "
                 f"lower the tensor parallel size to {total} or less"
             )
 
 
-def _query_heads(config: ModelConfig, kv_ranges: tuple[range, ...], rank: int) -> range:
-    """Those that attend to the rank's KV heads; ranks that hold the same KV head share its queries."""
-    mine = kv_ranges[rank]
+def _query_heads(config: ModelConfig, kv_ranges: tuple[range, ...], place: int) -> range:
+    """Those that attend to the place's KV heads; places with the same KV head share its queries."""
+    mine = kv_ranges[place]
     holders = [other for other, heads in enumerate(kv_ranges) if heads == mine]
     group = config.num_heads // config.num_kv_heads
     queries = range(mine.start * group, mine.stop * group)
     shares = split(len(queries), len(holders))
-    share = shares[holders.index(rank)]
+    share = shares[holders.index(place)]
     return queries[share.start : share.stop]
 
 
@@ -135,3 +181,4 @@ _CUTS: Mapping[str, Callable[[Shard], Cut]] = {
     "down_proj": lambda shard: Cut(1, shard.inner, shard.whole.intermediate_size),
 }
 _SUMMED_BIASES = ("o_proj.bias", "down_proj.bias")
+_LAYER = re.compile(r"model\.layers\.(?P<index>\d+)(?=\.)")

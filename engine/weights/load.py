@@ -30,7 +30,8 @@ def load_weights(
     shard: Shard | None = None,
     progress: Progress | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The model's tensors on the CPU, by Hugging Face name; with `shard` that rank's part of them.
+    """The model's tensors on the CPU, by Hugging Face name; with `shard` that rank's part of them, where
+    layers count from the rank's first.
 
     A tensor that is stored as `dtype` is a read-only view of the mapped file: workers on one machine
     share its pages, and it must not be written to. The others are cast, one after the other: threads that
@@ -39,7 +40,7 @@ def load_weights(
     The output projection of a model with tied embeddings is left out. Raises `StartupError` that names
     the file and what to do.
     """
-    stored = [tensor for tensor in read_checkpoint(folder.path) if _is_needed(tensor, folder)]
+    stored = [tensor for tensor in read_checkpoint(folder.path) if _is_needed(tensor, folder, shard)]
     _check_types(stored)
     stored.sort(key=lambda tensor: (tensor.file, tensor.offset))  # reads each file from front to back
     for _, in_file in groupby(stored, key=lambda tensor: tensor.file):
@@ -49,7 +50,7 @@ def load_weights(
     with tracked(progress, f"Loading {folder.name}", total_bytes) as advance:
         for _, in_file in groupby(stored, key=lambda tensor: tensor.file):
             for tensor, value in _read(list(in_file), dtype, shard):
-                weights[tensor.name] = value
+                weights[(shard.local_name(tensor.name) if shard else None) or tensor.name] = value
                 advance(part_bytes(tensor, shard))
     return weights
 
@@ -79,8 +80,8 @@ def _read(
         raise StartupError(f"{file} cannot be read ({error}): download it again") from error
 
 
-def _is_needed(tensor: StoredTensor, folder: ModelFolder) -> bool:
-    if tensor.name.endswith(_DERIVED):
+def _is_needed(tensor: StoredTensor, folder: ModelFolder, shard: Shard | None) -> bool:
+    if tensor.name.endswith(_DERIVED) or (shard and shard.local_name(tensor.name) is None):
         return False
     return not (tensor.name == "lm_head.weight" and folder.config.get("tie_word_embeddings", False))
 

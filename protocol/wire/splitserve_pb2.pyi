@@ -376,6 +376,7 @@ class Fingerprint(_message.Message):
     KV_LAYOUT_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     WIRE_VERSION_FIELD_NUMBER: _builtins.int
+    PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     revision: _builtins.str
     dtype: _builtins.str
@@ -387,6 +388,7 @@ class Fingerprint(_message.Message):
     kv_layout: _builtins.str
     tensor_parallel_size: _builtins.int
     wire_version: _builtins.int
+    pipeline_parallel_size: _builtins.int
     def __init__(
         self,
         *,
@@ -401,10 +403,11 @@ class Fingerprint(_message.Message):
         kv_layout: _builtins.str = ...,
         tensor_parallel_size: _builtins.int = ...,
         wire_version: _builtins.int = ...,
+        pipeline_parallel_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "kv_dtype", b"kv_dtype", "kv_layout", b"kv_layout", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "revision", b"revision", "tensor_parallel_size", b"tensor_parallel_size", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "kv_dtype", b"kv_dtype", "kv_layout", b"kv_layout", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "pipeline_parallel_size", b"pipeline_parallel_size", "revision", b"revision", "tensor_parallel_size", b"tensor_parallel_size", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -876,11 +879,16 @@ class TransportEndpoint(_message.Message):
     AGENT_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     agent: _builtins.str
     metadata: _builtins.bytes
     @_builtins.property
     def pool(self) -> Global___PoolDescription: ...
+    @_builtins.property
+    def others(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportEndpoint]:
+        """of rank 0: those of the other ranks, in their order"""
+
     def __init__(
         self,
         *,
@@ -888,10 +896,11 @@ class TransportEndpoint(_message.Message):
         agent: _builtins.str = ...,
         pool: Global___PoolDescription | None = ...,
         metadata: _builtins.bytes = ...,
+        others: _abc.Iterable[Global___TransportEndpoint] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "metadata", b"metadata", "pool", b"pool", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "metadata", b"metadata", "others", b"others", "pool", b"pool", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -948,6 +957,140 @@ class ConnectReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ConnectReply: _TypeAlias = ConnectReply  # noqa: Y015
+
+@_typing.final
+class RankConnectRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def peer(self) -> Global___TransportEndpoint: ...
+    @_builtins.property
+    def fingerprint(self) -> Global___Fingerprint:
+        """of the peer"""
+
+    def __init__(
+        self,
+        *,
+        peer: Global___TransportEndpoint | None = ...,
+        fingerprint: Global___Fingerprint | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "peer", b"peer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "peer", b"peer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankConnectRequest: _TypeAlias = RankConnectRequest  # noqa: Y015
+
+@_typing.final
+class RankConnectReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankConnectReply: _TypeAlias = RankConnectReply  # noqa: Y015
+
+@_typing.final
+class RankDisconnectRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_FIELD_NUMBER: _builtins.int
+    agent: _builtins.str
+    def __init__(
+        self,
+        *,
+        agent: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankDisconnectRequest: _TypeAlias = RankDisconnectRequest  # noqa: Y015
+
+@_typing.final
+class RankDisconnectReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankDisconnectReply: _TypeAlias = RankDisconnectReply  # noqa: Y015
+
+@_typing.final
+class RankFetchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_FIELD_NUMBER: _builtins.int
+    REMOTE_TABLE_FIELD_NUMBER: _builtins.int
+    LOCAL_TABLE_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    END_TOKEN_FIELD_NUMBER: _builtins.int
+    agent: _builtins.str
+    first_token: _builtins.int
+    end_token: _builtins.int
+    @_builtins.property
+    def remote_table(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """block tables of the whole sequence"""
+
+    @_builtins.property
+    def local_table(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        agent: _builtins.str = ...,
+        remote_table: _abc.Iterable[_builtins.int] | None = ...,
+        local_table: _abc.Iterable[_builtins.int] | None = ...,
+        first_token: _builtins.int = ...,
+        end_token: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "end_token", b"end_token", "first_token", b"first_token", "local_table", b"local_table", "remote_table", b"remote_table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankFetchRequest: _TypeAlias = RankFetchRequest  # noqa: Y015
+
+@_typing.final
+class RankFetchReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    TROUBLE_FIELD_NUMBER: _builtins.int
+    status: _builtins.str
+    """"done" or "failed" """
+    trouble: _builtins.str
+    """why it could not be started"""
+    def __init__(
+        self,
+        *,
+        status: _builtins.str = ...,
+        trouble: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status", "trouble", b"trouble"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankFetchReply: _TypeAlias = RankFetchReply  # noqa: Y015
 
 @_typing.final
 class RenewRequest(_message.Message):

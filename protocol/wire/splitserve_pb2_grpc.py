@@ -301,6 +301,168 @@ class DecodeWorker:
             _registered_method=True)
 
 
+class KvRankStub:
+    """A rank that is not its worker's leader: reads its part of the KV when the leader says so.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Connect = channel.unary_unary(
+                '/splitserve.v1.KvRank/Connect',
+                request_serializer=protocol_dot_wire_dot_splitserve__pb2.RankConnectRequest.SerializeToString,
+                response_deserializer=protocol_dot_wire_dot_splitserve__pb2.RankConnectReply.FromString,
+                _registered_method=True)
+        self.Disconnect = channel.unary_unary(
+                '/splitserve.v1.KvRank/Disconnect',
+                request_serializer=protocol_dot_wire_dot_splitserve__pb2.RankDisconnectRequest.SerializeToString,
+                response_deserializer=protocol_dot_wire_dot_splitserve__pb2.RankDisconnectReply.FromString,
+                _registered_method=True)
+        self.Fetch = channel.unary_unary(
+                '/splitserve.v1.KvRank/Fetch',
+                request_serializer=protocol_dot_wire_dot_splitserve__pb2.RankFetchRequest.SerializeToString,
+                response_deserializer=protocol_dot_wire_dot_splitserve__pb2.RankFetchReply.FromString,
+                _registered_method=True)
+
+
+class KvRankServicer:
+    """A rank that is not its worker's leader: reads its part of the KV when the leader says so.
+    """
+
+    def Connect(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Disconnect(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fetch(self, request, context):
+        """Answered when the read has ended: its blocks are not touched any more. A call that breaks says nothing of that.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_KvRankServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Connect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Connect,
+                    request_deserializer=protocol_dot_wire_dot_splitserve__pb2.RankConnectRequest.FromString,
+                    response_serializer=protocol_dot_wire_dot_splitserve__pb2.RankConnectReply.SerializeToString,
+            ),
+            'Disconnect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Disconnect,
+                    request_deserializer=protocol_dot_wire_dot_splitserve__pb2.RankDisconnectRequest.FromString,
+                    response_serializer=protocol_dot_wire_dot_splitserve__pb2.RankDisconnectReply.SerializeToString,
+            ),
+            'Fetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=protocol_dot_wire_dot_splitserve__pb2.RankFetchRequest.FromString,
+                    response_serializer=protocol_dot_wire_dot_splitserve__pb2.RankFetchReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'splitserve.v1.KvRank', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('splitserve.v1.KvRank', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class KvRank:
+    """A rank that is not its worker's leader: reads its part of the KV when the leader says so.
+    """
+
+    @staticmethod
+    def Connect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitserve.v1.KvRank/Connect',
+            protocol_dot_wire_dot_splitserve__pb2.RankConnectRequest.SerializeToString,
+            protocol_dot_wire_dot_splitserve__pb2.RankConnectReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Disconnect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitserve.v1.KvRank/Disconnect',
+            protocol_dot_wire_dot_splitserve__pb2.RankDisconnectRequest.SerializeToString,
+            protocol_dot_wire_dot_splitserve__pb2.RankDisconnectReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitserve.v1.KvRank/Fetch',
+            protocol_dot_wire_dot_splitserve__pb2.RankFetchRequest.SerializeToString,
+            protocol_dot_wire_dot_splitserve__pb2.RankFetchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class DirectoryStub:
     """Who lives, for a cluster of plain processes that has no other directory.
     """

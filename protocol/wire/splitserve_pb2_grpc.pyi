@@ -108,6 +108,55 @@ class DecodeWorkerServicer(metaclass=_abc_1.ABCMeta):
 
 def add_DecodeWorkerServicer_to_server(servicer: DecodeWorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class KvRankStub:
+    """A rank that is not its worker's leader: reads its part of the KV when the leader says so."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> KvRankAsyncStub: ...
+    Connect: _grpc.UnaryUnaryMultiCallable[_splitserve_pb2.RankConnectRequest, _splitserve_pb2.RankConnectReply]
+    Disconnect: _grpc.UnaryUnaryMultiCallable[_splitserve_pb2.RankDisconnectRequest, _splitserve_pb2.RankDisconnectReply]
+    Fetch: _grpc.UnaryUnaryMultiCallable[_splitserve_pb2.RankFetchRequest, _splitserve_pb2.RankFetchReply]
+    """Answered when the read has ended: its blocks are not touched any more. A call that breaks says nothing of that."""
+
+@_typing.type_check_only
+class KvRankAsyncStub(KvRankStub):
+    """A rank that is not its worker's leader: reads its part of the KV when the leader says so."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Connect: _aio.UnaryUnaryMultiCallable[_splitserve_pb2.RankConnectRequest, _splitserve_pb2.RankConnectReply]  # type: ignore[assignment]
+    Disconnect: _aio.UnaryUnaryMultiCallable[_splitserve_pb2.RankDisconnectRequest, _splitserve_pb2.RankDisconnectReply]  # type: ignore[assignment]
+    Fetch: _aio.UnaryUnaryMultiCallable[_splitserve_pb2.RankFetchRequest, _splitserve_pb2.RankFetchReply]  # type: ignore[assignment]
+    """Answered when the read has ended: its blocks are not touched any more. A call that breaks says nothing of that."""
+
+class KvRankServicer(metaclass=_abc_1.ABCMeta):
+    """A rank that is not its worker's leader: reads its part of the KV when the leader says so."""
+
+    @_abc_1.abstractmethod
+    def Connect(
+        self,
+        request: _splitserve_pb2.RankConnectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_splitserve_pb2.RankConnectReply, _abc.Awaitable[_splitserve_pb2.RankConnectReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Disconnect(
+        self,
+        request: _splitserve_pb2.RankDisconnectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_splitserve_pb2.RankDisconnectReply, _abc.Awaitable[_splitserve_pb2.RankDisconnectReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Fetch(
+        self,
+        request: _splitserve_pb2.RankFetchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_splitserve_pb2.RankFetchReply, _abc.Awaitable[_splitserve_pb2.RankFetchReply]]:
+        """Answered when the read has ended: its blocks are not touched any more. A call that breaks says nothing of that."""
+
+def add_KvRankServicer_to_server(servicer: KvRankServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class DirectoryStub:
     """Who lives, for a cluster of plain processes that has no other directory."""
 

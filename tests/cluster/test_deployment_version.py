@@ -28,6 +28,10 @@ def versions(token: str = "t", **changes: object) -> dict[str, str]:  # noqa: S1
         ({"kv_transfer__lease_s": 5}, {"prefill", "decode"}),
         ({"router__local_prefill_tokens": 64}, {"router"}),
         ({"http__port": 1}, {"router"}),
+        ({"tensor_parallel_size": 2}, {"prefill", "decode"}),
+        ({"tensor_parallel_size": 2, "prefill__tensor_parallel_size": 1}, {"decode"}),
+        ({"decode__pipeline_parallel_size": 2}, {"decode"}),
+        ({"ranks__step_timeout_s": 5}, {"prefill", "decode"}),
         ({"model": "another"}, ALL),
     ],
 )

@@ -79,7 +79,7 @@ async def test_engine_is_right_whatever_the_cpu_lacks(
     # Random weights round worse than trained ones.
     monkeypatch.setattr("cluster.verification.reference.BF16_ROUNDINGS", 8.0)
     engine = build(model, dtype, tmp_path / "cache", instruction_set)
-    name = engine.runner.ops_name
+    name = engine.ops_name
     assert name == f"C++ {instruction_set}" if instruction_set else name.startswith("torch")
     cases = greedy_cases(TEXT, num_cases=6, max_tokens=8, limit=engine.scheduler.max_model_len)
     reference = TransformersReference(model, sorted(engine.eos_token_ids))

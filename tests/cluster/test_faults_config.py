@@ -6,9 +6,10 @@ from typing import get_args
 
 import pytest
 
-from cluster.config import CallFault, ReadFault, load_config
+from cluster.config import load_config
 from cluster.environment import ALLOW_FAULTS
 from cluster.faults import check_faults, dial_of
+from cluster.faults_config import CallFault, ReadFault
 from kv_transfer import FaultKind
 from protocol.errors import StartupError
 from rpc import CallFaultKind, FaultyDial, open_channel

@@ -28,6 +28,12 @@ def test_engines_divide_the_cores_between_all_that_there_may_be(monkeypatch: pyt
     assert threads_per_engine(config, config.decode) == 2
 
 
+def test_ranks_divide_the_cores_as_engines_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    config = load_config(None, {"prefill.tensor_parallel_size": 2, "decode.pipeline_parallel_size": 2})
+    assert threads_per_engine(config, config.decode) == 2
+
+
 def test_a_good_configuration_passes(model: Path) -> None:
     config = tiny_config(model)
     check_before_start(config, open_model(config))
@@ -41,6 +47,11 @@ def test_a_good_configuration_passes(model: Path) -> None:
         ({"prefill__num_blocks": None, "prefill__kv_cache_memory": "1KiB"}, "prefill.kv_cache_memory"),
         ({"decode__num_blocks": None, "decode__kv_cache_memory": "1KiB"}, "decode.kv_cache_memory"),
         ({"decode__num_blocks": 3}, "decode.num_blocks is 3"),
+        (
+            {"decode__tensor_parallel_size": 64},
+            "tensor_parallel_size of decode workers is 64, but the model",
+        ),
+        ({"pipeline_parallel_size": 64}, "pipeline_parallel_size of prefill workers is 64"),
     ],
 )
 def test_bad_values_name_their_key(model: Path, changes: dict[str, object], says: str) -> None:
@@ -98,3 +109,19 @@ def test_an_unsupported_architecture_and_a_missing_tokenizer_are_found(model: Pa
     (copy / "config.json").write_text(json.dumps({**fields, "architectures": ["GPT2LMHeadModel"]}))
     with pytest.raises(StartupError, match="GPT2LMHeadModel"):
         check_before_start(config, open_model(config))
+
+
+def test_a_rank_needs_memory_for_its_own_heads_alone(model: Path) -> None:
+    sizes = {"prefill__num_blocks": None, "max_model_len": 161, "prefill__tensor_parallel_size": 2}
+    folder = open_model(tiny_config(model))
+    shape = ModelConfig.from_hf(folder.config)
+    assert shape.num_kv_heads == 2
+    least = 11 * shape.num_layers * 2 * 1 * 16 * shape.head_dim * 4
+    check_before_start(tiny_config(model, prefill__kv_cache_memory=least, **sizes), folder)
+    with pytest.raises(StartupError, match="a sequence of max_model_len"):
+        check_before_start(tiny_config(model, prefill__kv_cache_memory=least - 1, **sizes), folder)
+
+
+def test_checksums_are_refused_where_a_worker_has_several_ranks() -> None:
+    with pytest.raises(StartupError, match="decode workers have 2 ranks: leave it out"):
+        load_config(None, {"kv_transfer.checksum": True, "decode.tensor_parallel_size": 2})

@@ -56,6 +56,19 @@ def test_prefill_and_decode_have_groups_of_their_own_with_the_resource_that_plac
     assert resources == [{"splitserve_prefill": 1}, {"splitserve_decode": 4}]
 
 
+def test_a_pod_offers_what_all_ranks_of_its_workers_take() -> None:
+    changes = {"decode.tensor_parallel_size": 2, "decode.num_gpus": 1, f"{K}.decode.workers_per_pod": 2}
+    _, decode = cluster(changes)["workerGroupSpecs"]
+    assert json.loads(decode["rayStartParams"]["resources"].strip("'")) == {"splitserve_decode": 4}
+    (container,) = decode["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "4"
+
+
+def test_a_pod_that_cannot_hold_all_ranks_of_its_workers_is_refused() -> None:
+    with pytest.raises(StartupError, match=r"cpus is 4, but its 8 ranks \(of 1 workers\) reserve 1 each"):
+        cluster({"decode.tensor_parallel_size": 4, "decode.pipeline_parallel_size": 2})
+
+
 def test_a_pool_that_may_grow_brings_the_autoscaler_and_one_that_may_not_does_not() -> None:
     fixed = cluster()
     assert "enableInTreeAutoscaling" not in fixed

@@ -167,3 +167,9 @@ def test_what_the_user_says_of_an_instance_is_laid_over_what_is_rendered(tmp_pat
 def test_a_missing_key_is_named(tmp_path: Path, ray_up: dict[str, Any], complaint: str) -> None:
     with pytest.raises(StartupError, match=complaint):
         rendered(tmp_path, LOCAL, **ray_up)
+
+
+def test_a_host_offers_room_for_all_ranks_of_its_workers(tmp_path: Path) -> None:
+    document = LOCAL | {"decode": {"num_workers": 4, "tensor_parallel_size": 3}}
+    command = rendered(tmp_path, document)["worker_start_ray_commands"][-1]
+    assert '"splitserve_decode": 6' in command

@@ -78,6 +78,22 @@ def test_pools_that_do_not_fit_on_the_nodes() -> None:
     assert finding.what == ("3 workers ask for CPU 1, prefill_host 1 each, and the nodes have room for 0")
 
 
+@pytest.mark.parametrize(("strategy", "has_room"), [("PACK", True), ("STRICT_PACK", False)])
+def test_ranks_of_one_worker_may_be_on_several_nodes_unless_that_is_forbidden(
+    strategy: str, has_room: bool
+) -> None:
+    nodes = [healthy_node(f"n{i}", resources={"CPU": 3.0}) for i in range(2)]
+    changes = {
+        "tensor_parallel_size": 2,
+        "prefill__num_workers": 3,
+        "prefill__placement_strategy": strategy,
+    }
+    found = [f for f in bad(check_all(seen(*nodes, **RAY, **changes))) if f.where == "prefill pool"]
+    assert [f.what for f in found] == (
+        [] if has_room else ["3 workers ask for 2 x (CPU 1) each, and the nodes have room for 2"]
+    )
+
+
 def test_a_pool_that_follows_its_load_needs_room_for_its_least_number() -> None:
     nodes = [healthy_node(f"n{i}", resources={"CPU": 2.0}) for i in range(2)]
     scaling = {"prefill__num_cpus": 0, "decode__num_workers": 99, "decode__autoscaling__min_workers": 2}

@@ -13,7 +13,9 @@ from kv_transfer import LayoutReader, PoolMemory, block_checksums
 from kv_transfer.layout import BlockLayout
 from protocol.handoff import Fingerprint
 from protocol.ids import BlockId
+from protocol.rank_layout import KvPart
 
+WHOLE = KvPart(range(3), range(2))
 BASE = Fingerprint("m", "r", "float32", "float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=8)
 NUM_TOKENS = 100
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -28,7 +30,7 @@ class Side:
 
     def __init__(self, block_size: int, dtype: str, seed: int) -> None:
         self.fingerprint = fingerprint(block_size, dtype)
-        self.layout = BlockLayout.of(self.fingerprint)
+        self.layout = BlockLayout.of(self.fingerprint, WHOLE)
         generator = np.random.default_rng(seed)
         num_used = -(-NUM_TOKENS // block_size)
         num_blocks = num_used + 4

@@ -10,6 +10,7 @@ from transport_kit import ManualClock, Wire, block_content, blocks, content, fil
 from kv_transfer import FaultKind, FaultyTransport, MemoryKind, PoolMemory, ReadFaults, block_checksums
 from protocol.errors import StartupError, TransferFailed
 from protocol.faults import FaultPlan
+from protocol.handoff import Span
 from protocol.ports import FetchStatus, KvTransport
 
 BLOCK_BYTES = 64
@@ -83,6 +84,21 @@ def test_a_read_with_a_flipped_bit_says_done_and_only_the_checksums_tell(scene: 
     theirs = int.from_bytes(b"".join(content(scene.owner_memory)[1:3]))
     assert (mine ^ theirs).bit_count() == 1
     assert not scene.checksums_agree()
+
+
+def test_a_flipped_bit_is_one_of_those_that_were_read(scene: Scene) -> None:
+    scene.reader.disconnect(scene.agent)
+    scene.reader.connect(scene.owner.endpoint, [Span(0, 40, 1)])
+    expected = content(scene.memory)
+    scene.plan.script(FaultKind.BIT_FLIP)
+    handle = scene.reader.fetch(scene.agent, blocks(1), blocks(3))
+    assert handle.num_bytes == 1
+    assert finish(handle) is FetchStatus.DONE
+    byte = block_content(BLOCK_BYTES, 1, 1)[0]
+    found = content(scene.memory)
+    assert (found[3][40] ^ byte).bit_count() == 1
+    expected[3] = expected[3][:40] + found[3][40:41] + expected[3][41:]
+    assert found == expected
 
 
 def test_the_checksums_of_a_read_without_fault_agree(scene: Scene) -> None:

@@ -10,6 +10,7 @@ from transport_kit import blocks
 from kv_transfer.layout import BlockLayout, Piece, blocks_over, entries, pieces
 from protocol.errors import LayoutMismatch, TransferFailed
 from protocol.handoff import Fingerprint
+from protocol.rank_layout import KvPart
 
 SIZES = st.integers(1, 40)
 
@@ -75,10 +76,12 @@ def test_a_table_that_is_too_short_is_told() -> None:
 
 def test_a_layout_knows_its_blocks_size() -> None:
     fingerprint = Fingerprint("m", "r", "bfloat16", "bfloat16", 5, 3, 64, 16)
-    layout = BlockLayout.of(fingerprint)
+    layout = BlockLayout.of(fingerprint, KvPart(range(5), range(3)))
     assert (layout.num_rows, layout.block_bytes) == (30, 30 * 16 * 64 * 2)
+    stage = BlockLayout.of(fingerprint, KvPart(range(2, 4), range(1, 2)))
+    assert (stage.num_rows, stage.block_bytes) == (4, 4 * 16 * 64 * 2)
 
 
 def test_kv_of_a_type_that_cannot_be_converted_has_no_layout() -> None:
     with pytest.raises(LayoutMismatch, match="int8"):
-        BlockLayout.of(Fingerprint("m", "r", "float32", "int8", 5, 3, 64, 16))
+        BlockLayout.of(Fingerprint("m", "r", "float32", "int8", 5, 3, 64, 16), KvPart(range(5), range(3)))

@@ -11,16 +11,18 @@ import pytest
 import torch
 from cpp_variants import CACHE_DIR, best_ops
 from rank_groups import lead_ranks
-from rank_threads import run_ranks
+from rank_threads import run_groups
 from tiny_models import BlockDealer, generate, make_prompt
 from tiny_shards import load_rank, write_model
 
 from engine import AddSequence, EngineCore, Executor, PromptScored, SchedulerConfig, TokensSampled
+from engine.model import ModelConfig
 from engine.ops.cpu import CpuOps
-from engine.parallel import SoloCommunicator
-from engine.weights import ModelFolder
+from engine.parallel import shard_of
+from engine.weights import ModelFolder, demo_model_path, resolve_model
 from protocol.generation import SamplingParams, Token
 from protocol.ids import SequenceId
+from protocol.rank_layout import RankLayout
 
 FEW_LAYERS = {"num_hidden_layers": 2}
 SMOLLM2 = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144, **FEW_LAYERS}
@@ -47,9 +49,9 @@ def token_ids(outputs: list[list[Token]]) -> list[list[int]]:
     return [[token.token_id for token in tokens] for tokens in outputs]
 
 
-def require_parity(folder: ModelFolder, num_ranks: int, cache_dir: Path) -> None:
-    alone = generate_some(load_rank(folder, SoloCommunicator(), cache_dir).runner)
-    together = lead_ranks(folder, num_ranks, cache_dir, generate_some)
+def require_parity(folder: ModelFolder, layout: RankLayout, cache_dir: Path) -> None:
+    alone = generate_some(load_rank(folder, None, cache_dir).runner)
+    together = lead_ranks(folder, layout, cache_dir, generate_some)
     assert token_ids(together) == token_ids(alone)
     for mine, theirs in zip(chain(*together), chain(*alone), strict=True):
         assert mine.logprob == pytest.approx(theirs.logprob, abs=2e-4)
@@ -61,16 +63,17 @@ def require_parity(folder: ModelFolder, num_ranks: int, cache_dir: Path) -> None
     ["llama_biased", "mistral_sliding", "qwen2", "qwen3_tied", "multi_head", "one_kv_head"],
 )
 def test_ranks_give_the_tokens_of_one(kind: str, num_ranks: int, tmp_path: Path) -> None:
-    require_parity(write_model(kind, tmp_path, **FEW_LAYERS), num_ranks, tmp_path)
+    require_parity(write_model(kind, tmp_path, **FEW_LAYERS), RankLayout(num_ranks), tmp_path)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_the_heads_of_smollm2_are_split_and_give_the_same_tokens(num_ranks: int, tmp_path: Path) -> None:
-    require_parity(write_model("smollm2", tmp_path, **SMOLLM2), num_ranks, tmp_path)
+    require_parity(write_model("smollm2", tmp_path, **SMOLLM2), RankLayout(num_ranks), tmp_path)
 
 
+@pytest.mark.parametrize("layout", [RankLayout(2), RankLayout(2, 2)], ids=["one_stage", "two_stages"])
 def test_ranks_with_cpp_ops_give_the_same_tokens_and_keep_a_file_of_packed_weights_each(
-    tmp_path: Path,
+    layout: RankLayout, tmp_path: Path
 ) -> None:
     best_ops(torch.float32)  # skips where there are none
 
@@ -78,17 +81,18 @@ def test_ranks_with_cpp_ops_give_the_same_tokens_and_keep_a_file_of_packed_weigh
         return CpuOps.create(CACHE_DIR, dtype=torch.float32, head_dim=16, num_threads=1)
 
     folder = write_model("qwen2", tmp_path, **FEW_LAYERS)
-    alone = generate_some(load_rank(folder, SoloCommunicator(), tmp_path).runner)
+    alone = generate_some(load_rank(folder, None, tmp_path).runner)
     for _ in range(2):  # packs, then maps what was packed
-        together = lead_ranks(folder, 2, tmp_path, generate_some, make_ops=make_ops)
+        together = lead_ranks(folder, layout, tmp_path, generate_some, make_ops=make_ops)
         assert token_ids(together) == token_ids(alone)
-    assert sorted(file.stem.rpartition("-")[2] for file in tmp_path.glob("*.weights")) == [
-        "rank0of2",
-        "rank1of2",
-    ]
+    config = ModelConfig.from_hf(folder.config)
+    assert {file.stem.rpartition("-")[2] for file in tmp_path.glob("*.weights")} == {
+        shard_of(config, rank, layout).label for rank in range(layout.num_ranks)
+    }
 
 
-def test_neighbours_change_no_bit_with_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [RankLayout(3), RankLayout(3, 2)], ids=["one_stage", "two_stages"])
+def test_neighbours_change_no_bit_with_ranks(layout: RankLayout, tmp_path: Path) -> None:
     """Sums over three ranks depend on their order: it must not depend on the number of rows."""
     folder = write_model("smollm2", tmp_path, **SMOLLM2)
 
@@ -99,7 +103,7 @@ def test_neighbours_change_no_bit_with_ranks(tmp_path: Path) -> None:
         alone = [generate(executor, [dealer.sequence(p, 3, logprobs=300)], 16)[0] for p in prompts]
         return together, alone
 
-    together, alone = lead_ranks(folder, 3, tmp_path, use)
+    together, alone = lead_ranks(folder, layout, tmp_path, use)
     assert together == alone
 
 
@@ -139,15 +143,33 @@ def run_engine(executor: Executor) -> tuple[dict[tuple[str, int], list[int]], li
     return tokens, scores
 
 
-def test_an_engine_that_swaps_copies_and_scores_gives_the_same_with_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [RankLayout(2), RankLayout(2, 2)], ids=["one_stage", "two_stages"])
+def test_an_engine_that_swaps_copies_and_scores_gives_the_same_with_ranks(
+    layout: RankLayout, tmp_path: Path
+) -> None:
     folder = write_model("qwen2", tmp_path, **FEW_LAYERS)
     parts = {"num_blocks": 10, "num_host_blocks": 20}
-    alone = run_engine(load_rank(folder, SoloCommunicator(), tmp_path, **parts).runner)
-    together = lead_ranks(folder, 2, tmp_path, run_engine, **parts)
+    alone = run_engine(load_rank(folder, None, tmp_path, **parts).runner)
+    together = lead_ranks(folder, layout, tmp_path, run_engine, **parts)
     assert together == (alone[0], pytest.approx(alone[1], abs=2e-4))
+
+
+def test_the_demo_model_gives_the_tokens_of_one_rank_on_three(tmp_path: Path) -> None:
+    folder = resolve_model(str(demo_model_path()), cache_dir=tmp_path)
+
+    def use(executor: Any) -> list[Token]:
+        prompt = [504, 3575, 282, 4649, 314]  # "The capital of France is"
+        return generate(executor, [BlockDealer(8).sequence(prompt, 8)])[0]
+
+    parts = {"num_blocks": 8}
+    alone = use(load_rank(folder, None, tmp_path, **parts).runner)
+    together = lead_ranks(folder, RankLayout(3), tmp_path, use, **parts)
+    assert token_ids([together]) == token_ids([alone])
 
 
 def test_ranks_hold_a_part_of_the_kv_each(tmp_path: Path) -> None:
     folder = write_model("smollm2", tmp_path, **SMOLLM2)
-    heads = run_ranks(2, lambda place: load_rank(folder, place, tmp_path).kv_cache.blocks.shape[3])
+    heads = run_groups(
+        RankLayout(2), lambda mine: load_rank(folder, mine, tmp_path).kv_cache.blocks.shape[3]
+    )
     assert heads == [2, 1]

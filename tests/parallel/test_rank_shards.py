@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.model.config import ModelConfig
 from engine.parallel import Shard, shard_of
 from protocol.errors import StartupError
-from protocol.rank_layout import kv_head_ranges, split
+from protocol.rank_layout import KvPart, RankLayout, kv_head_ranges, kv_parts, split
 
 LLAMA = ModelConfig.from_hf(
     {
@@ -29,7 +29,7 @@ LLAMA = ModelConfig.from_hf(
 
 def shards_of(num_heads: int, num_kv_heads: int, num_ranks: int, **sizes: int) -> list[Shard]:
     config = replace(LLAMA, num_heads=num_heads, num_kv_heads=num_kv_heads, **sizes)
-    return [shard_of(config, rank, num_ranks) for rank in range(num_ranks)]
+    return [shard_of(config, rank, RankLayout(num_ranks)) for rank in range(num_ranks)]
 
 
 @st.composite
@@ -127,16 +127,67 @@ def test_cuts_follow_the_names_of_weights() -> None:
     assert not shards_of(9, 3, 3)[0].is_added_elsewhere(f"{layer}.mlp.down_proj.bias")
 
 
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 3))
+def test_every_layer_is_in_one_stage_and_the_ends_are_where_they_belong(
+    num_layers: int, num_stages: int, num_places: int
+) -> None:
+    windows = tuple(10 + index for index in range(num_layers))
+    config = replace(LLAMA, num_layers=num_layers, windows=windows)
+    layout = RankLayout(num_places, min(num_stages, num_layers))
+    shards = [shard_of(config, rank, layout) for rank in range(layout.num_ranks)]
+    for place in range(num_places):
+        stages = [shard for shard in shards if shard.place == place]
+        assert [layer for shard in stages for layer in shard.layers] == list(range(num_layers))
+        assert [window for shard in stages for window in shard.local.windows] == list(windows)
+        assert [shard.local.has_embedding for shard in stages] == [True] + [False] * (len(stages) - 1)
+        assert [shard.local.has_head for shard in stages] == [False] * (len(stages) - 1) + [True]
+    assert all(shard.local.num_layers == len(shard.layers) for shard in shards)
+    assert [KvPart(shard.layers, shard.kv_heads) for shard in shards] == list(
+        kv_parts(num_layers, config.num_kv_heads, layout)
+    )
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_layers_of_a_stage_count_from_its_first_and_ties_need_the_embedding_twice(is_tied: bool) -> None:
+    config = replace(LLAMA, num_layers=5, windows=(None,) * 5, tie_word_embeddings=is_tied)
+    shards = [shard_of(config, rank, RankLayout(1, 3)) for rank in range(3)]
+    assert [shard.layers for shard in shards] == [range(2), range(2, 4), range(4, 5)]
+    for name, found in (
+        ("model.layers.2.mlp.up_proj.weight", [None, "model.layers.0.mlp.up_proj.weight", None]),
+        ("model.layers.4.input_layernorm.weight", [None, None, "model.layers.0.input_layernorm.weight"]),
+        ("model.embed_tokens.weight", [True, False, is_tied]),
+        ("model.norm.weight", [False, False, True]),
+        ("lm_head.weight", [False, False, True]),
+    ):
+        names = [shard.local_name(name) for shard in shards]
+        assert names == [(name if held else None) if isinstance(held, bool) else held for held in found]
+
+
+def test_files_of_packed_weights_have_names_of_their_own_for_each_rank_and_layout() -> None:
+    config = replace(LLAMA, num_layers=2, windows=(None,) * 2)
+    layouts = [RankLayout(2), RankLayout(1, 2), RankLayout(2, 2)]
+    labels = [
+        shard_of(config, rank, layout).label for layout in layouts for rank in range(layout.num_ranks)
+    ]
+    assert len(set(labels)) == 2 + 2 + 4
+    assert labels[0] == "rank0of2"
+    assert labels[-1] == "rank3of4in2stages"
+
+
 @pytest.mark.parametrize(
-    ("num_ranks", "rank", "sizes", "why"),
+    ("layout", "rank", "sizes", "why"),
     [
-        (0, 0, {}, "at least one rank"),
-        (2, 2, {}, "no rank 2 among 2"),
-        (10, 0, {}, "9 attention heads, which 10 ranks cannot share"),
-        (4, 0, {"intermediate_size": 3}, "3 columns"),
-        (4, 0, {"vocab_size": 3}, "3 tokens"),
+        (RankLayout(0), 0, {}, "at least one rank"),
+        (RankLayout(1, 0), 0, {}, "at least one rank"),
+        (RankLayout(2), 2, {}, "no rank 2 among 2"),
+        (RankLayout(10), 0, {}, "9 attention heads, which 10 ranks cannot share"),
+        (RankLayout(4), 0, {"intermediate_size": 3}, "3 columns"),
+        (RankLayout(4), 0, {"vocab_size": 3}, "3 tokens"),
+        (RankLayout(1, 2), 0, {}, "1 layers, which 2 stages cannot share: lower the pipeline parallel"),
     ],
 )
-def test_impossible_splits_are_refused(num_ranks: int, rank: int, sizes: dict[str, int], why: str) -> None:
+def test_impossible_splits_are_refused(
+    layout: RankLayout, rank: int, sizes: dict[str, int], why: str
+) -> None:
     with pytest.raises(StartupError, match=why):
-        shard_of(replace(LLAMA, **sizes), rank, num_ranks)
+        shard_of(replace(LLAMA, **sizes), rank, layout)

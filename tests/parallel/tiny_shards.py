@@ -15,7 +15,7 @@ from engine.host_kv_pool import HostKvPool
 from engine.kv_cache import KvCache
 from engine.model import DecoderModel, ModelConfig
 from engine.ops import Ops, TorchOps
-from engine.parallel import Communicator, RankPartition, shard_of
+from engine.parallel import RankGroups, RankPartition, shard_of
 from engine.runner import ModelRunner
 from engine.weights import ModelFolder, load_packed
 from engine.weights.folder import open_folder
@@ -52,18 +52,17 @@ def torch_ops() -> Ops:
 
 def load_rank(
     folder: ModelFolder,
-    communicator: Communicator,
+    groups: RankGroups | None,
     cache_dir: Path,
     *,
     make_ops: Callable[[], Ops] = torch_ops,
     num_blocks: int = NUM_BLOCKS,
     num_host_blocks: int = 0,
 ) -> Rank:
+    """The part that belongs to a rank with these groups; without groups, the whole model."""
     config = ModelConfig.from_hf(folder.config)
     ops = make_ops()
-    shard = None
-    if communicator.num_ranks > 1:
-        shard = shard_of(config, communicator.rank, communicator.num_ranks)
+    shard = shard_of(config, groups.rank, groups.layout) if groups else None
     dtype = torch.float32
     weights = load_packed(folder, config, ops, device=CPU, dtype=dtype, cache_dir=cache_dir, shard=shard)
     model = DecoderModel(
@@ -72,7 +71,7 @@ def load_rank(
         ops,
         device=CPU,
         dtype=dtype,
-        partition=RankPartition(shard, communicator) if shard else None,
+        partition=RankPartition(shard, groups) if shard and groups else None,
     )
     kv_cache = KvCache(model.config, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=dtype, device=CPU)
     kv_cache.blocks.fill_(float("nan"))

@@ -120,9 +120,19 @@ async def test_deadline_ends_the_wait_for_the_model_that_a_stream_began_on() -> 
 
 
 @pytest.mark.parametrize(
-    "changes", [{"wire_version": 2}, {"block_size": 32}, {"kv_layout": "token,block"}, {"head_dim": 9}]
+    ("changes", "num_tickets"),
+    [
+        ({"block_size": 32}, 1),
+        ({"tensor_parallel_size": 2}, 1),
+        ({"pipeline_parallel_size": 2}, 1),
+        ({"wire_version": 2}, 0),  # it computes the prompt itself
+        ({"kv_layout": "token,block"}, 0),
+        ({"head_dim": 9}, 0),
+    ],
 )
-def test_stream_goes_on_where_only_the_form_of_the_kv_differs(changes: dict[str, Any]) -> None:
+def test_stream_goes_on_where_only_the_form_of_the_kv_differs(
+    changes: dict[str, Any], num_tickets: int
+) -> None:
     @virtual_time
     async def scenario() -> None:
         async with bench(TEXT) as running:
@@ -131,7 +141,7 @@ def test_stream_goes_on_where_only_the_form_of_the_kv_differs(changes: dict[str,
             other = await add(running, Role.DECODE, **changes)
             await lose(running, first)
             assert await client.task == TEXT
-            assert len(other.tickets) == ("block_size" in changes)  # else it computes the prompt itself
+            assert len(other.tickets) == num_tickets
 
     scenario()
 

@@ -25,6 +25,7 @@ from cluster import compose
 from cluster.engine_parts import EngineParts, build_engine
 from cluster.process_main import Worker
 from cluster.process_spec import ProcessSpec
+from cluster.ranks import RankLauncher
 from decode_worker import DecodeWorker, DecodeWorkerConfig
 from kv_transfer import (
     FaultKind,
@@ -64,15 +65,15 @@ class Trouble:
 LATE = Trouble({FaultKind.DELAY: 0.9}, 2.5, {"Renew": {CallFaultKind.DROP: 0.5}})
 
 
-def build(spec: ProcessSpec, directory: Directory) -> Worker:
+def build(spec: ProcessSpec, directory: Directory, _: RankLauncher) -> Worker:
     return _build(spec, directory, Trouble(), open_channel)
 
 
-def build_late(spec: ProcessSpec, directory: Directory) -> Worker:
+def build_late(spec: ProcessSpec, directory: Directory, _: RankLauncher) -> Worker:
     return _build(spec, directory, LATE, open_channel)
 
 
-def build_blind(spec: ProcessSpec, directory: Directory) -> Worker:
+def build_blind(spec: ProcessSpec, directory: Directory, _: RankLauncher) -> Worker:
     return _build(spec, directory, LATE, lambda address, token: BlindChannel(open_channel(address, token)))
 
 
