@@ -47,7 +47,8 @@ class ModelRunner:
     ) -> None:
         """`host_pool` is where plans that swap do it; without one they are faults.
 
-        With a `capture` all steps that only decode are captured, of up to `max_sequences` sequences.
+        With a `capture` all steps that only decode are captured, of up to `max_sequences` sequences;
+        not those of a model that waits for the device.
         """
         self._model = model
         self._kv_cache = kv_cache
@@ -55,7 +56,7 @@ class ModelRunner:
         draw = model.ops.draw if isinstance(model.ops, Drawer) else draw_with_torch
         self._sampler = Sampler(eos_token_ids, draw)
         self._decoding: RecordedDecoding | CapturedDecoding | None
-        if capture is None:
+        if capture is None or model.waits:
             self._decoding = RecordedDecoding.create(model, kv_cache.blocks)
         else:
             self._decoding = CapturedDecoding(model, kv_cache.blocks, capture, max_sequences)

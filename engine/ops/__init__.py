@@ -1,14 +1,17 @@
 """The arithmetic of the model behind one port, with an implementation per kind of device."""
 
 from engine.ops.choose import choose_ops
+from engine.ops.experts import route
 from engine.ops.port import (
     BatchLayout,
     Drawer,
     Linear,
+    LinearStack,
     Ops,
     Recorder,
     Recording,
     RotatingAttention,
+    Routing,
     StepAttention,
     UploadedAttention,
 )
@@ -18,12 +21,15 @@ __all__ = [
     "BatchLayout",
     "Drawer",
     "Linear",
+    "LinearStack",
     "Ops",
     "Recorder",
     "Recording",
     "RotatingAttention",
+    "Routing",
     "StepAttention",
     "TorchOps",
     "UploadedAttention",
     "choose_ops",
+    "route",
 ]

@@ -19,7 +19,16 @@ from engine.ops.cpu.build import build
 from engine.ops.cpu.instruction_sets import usable
 from engine.ops.cpu.library import Epilogue, Library
 from engine.ops.cpu.memory import zeros
-from engine.ops.port import BatchLayout, Linear, Recording, StepAttention
+from engine.ops.experts import stack, sum_by_expert
+from engine.ops.port import (
+    BatchLayout,
+    Linear,
+    LinearStack,
+    Matrices,
+    Recording,
+    Routing,
+    StepAttention,
+)
 from protocol.errors import StartupError
 from protocol.generation import SamplingParams
 
@@ -40,6 +49,7 @@ class CpuOps:
     """Implements `Ops` for tensors of one dtype on the CPU. Used by one thread at a time."""
 
     row_multiple = 1
+    experts_wait = True
 
     def __init__(self, library: Library, dtype: torch.dtype) -> None:
         self.name = f"C++ {library.instruction_set}"
@@ -86,11 +96,22 @@ class CpuOps:
     def pack_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return self._pack(list(weight.chunk(2)), [] if bias is None else list(bias.chunk(2)))
 
+    def pack_gate_ups(self, matrices: Matrices) -> LinearStack:
+        return stack([self.pack_gate_up(matrix, None) for matrix in matrices])
+
+    def pack_downs(self, matrices: Matrices) -> LinearStack:
+        return stack([self.pack(matrix, None) for matrix in matrices])
+
     def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         return self._multiply(x, linear, Epilogue.STORE, self._torch_dtype)
 
     def gated(self, x: torch.Tensor, gate_up: Linear) -> torch.Tensor:
         return self._multiply(x, gate_up, Epilogue.GATE, self._torch_dtype)
+
+    def experts(
+        self, x: torch.Tensor, routing: Routing, gate_up: LinearStack, down: LinearStack
+    ) -> torch.Tensor:
+        return sum_by_expert(self, x, routing, gate_up, down)
 
     def logits(self, x: torch.Tensor, head: Linear) -> torch.Tensor:
         return self._multiply(x, head, Epilogue.FLOAT32, torch.float32)
