@@ -180,7 +180,7 @@ def _refuse_unsupported(config: Json) -> None:
 
 
 def _windows(config: Json, architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    """Qwen2 and 3 slide in the layers that `layer_types` or `max_window_layers` names, others in all or none."""
+    """Qwen2 and 3 slide where `layer_types` or `max_window_layers` says; others in all layers or none."""
     if architecture == "LlamaForCausalLM":
         return (None,) * num_layers
     # An explicit null switches the window off, and is not the same as an absent key.

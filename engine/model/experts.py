@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.model.hf_json import Json, convert, get, need
@@ -49,6 +50,11 @@ def read_experts(config: Json, architecture: str, num_layers: int) -> tuple[Expe
             return (None,) * num_layers
 
 
+def experts_of(layers: Iterable[ExpertsConfig | None]) -> ExpertsConfig | None:
+    """Those of the layers that have any: they are alike."""
+    return next((experts for experts in layers if experts is not None), None)
+
+
 def _read(config: Json, intermediate_size: int, num_per_token: int, *, normalizes: bool) -> ExpertsConfig:
     _refuse_unsupported(config)
     # Transformers 5 writes num_local_experts for every family.
@@ -64,8 +70,8 @@ def _refuse_unsupported(config: Json) -> None:
         value = config.get(key)
         if value is not None and value != harmless:
             raise StartupError(
-                f"experts with {key!r}: {value!r} are not supported; supported are those of Mixtral and Qwen3-MoE "
-                "(softmax over all experts, no shared ones): serve another model, or this one elsewhere"
+                f"experts with {key!r}: {value!r} are not supported; take a model with experts as those "
+                "of Mixtral or Qwen3-MoE: chosen by a softmax over all, and none that are shared"
             )
 
 
@@ -74,8 +80,8 @@ def _qwen3_layers(config: Json, num_layers: int) -> list[bool]:
     listed = config.get("mlp_only_layers") or []
     if step < 1 or not isinstance(listed, list | tuple):
         raise StartupError(
-            f"the model's config.json has 'decoder_sparse_step': {step!r} and 'mlp_only_layers': {listed!r}; "
-            "expected are a number from 1 on and a list of layers"
+            f"config.json has 'decoder_sparse_step': {step!r} and 'mlp_only_layers': {listed!r}; "
+            "these must be a number from 1 on and a list of layers: download it again"
         )
     dense = {convert("mlp_only_layers", layer, int) for layer in listed}
     return [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]

@@ -162,7 +162,7 @@ class Ops(Protocol):
 
     @property
     def experts_wait(self) -> bool:
-        """Whether `experts` learns on the host who is routed where: then it is neither recorded nor captured."""
+        """Whether `experts` learns on the host who is routed where: such work cannot be done again."""
 
     def experts(
         self, x: torch.Tensor, routing: Routing, gate_up: LinearStack, down: LinearStack

@@ -6,6 +6,8 @@
     output            [hidden, heads]   its heads               columns; rank 0 adds the bias
     gate, up          [inner, hidden]   its inner columns       rows, and biases
     down              [hidden, inner]   its inner columns       columns; rank 0 adds the bias
+    an expert         as gate, up, down, of its own inner columns; or, expert parallel, whole experts
+    router            [experts, hidden] all                     -
     norms                               all                     -
 
 A rank's part is a model of its own, with fewer heads and so on: `Shard.local`. Sizes need not divide by
@@ -14,10 +16,12 @@ the number of ranks; then ranks differ by one head, column or word.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from engine.model.config import ModelConfig
+from engine.model.experts import ExpertsConfig, experts_of
 from protocol.errors import StartupError
 from protocol.rank_layout import kv_head_ranges, split
 
@@ -45,6 +49,10 @@ class Shard:
     """Columns of the MLP's hidden layer."""
     words: range
     """Token ids, of the embedding and of the head."""
+    experts: range
+    """Of each layer that has any."""
+    expert_inner: range
+    """Columns of each expert's hidden layer."""
 
     @property
     def local(self) -> ModelConfig:
@@ -55,12 +63,14 @@ class Shard:
             num_kv_heads=len(self.kv_heads),
             intermediate_size=len(self.inner),
             vocab_size=len(self.words),
+            experts=tuple(each and self._local_experts(each) for each in self.whole.experts),
         )
 
     @property
     def label(self) -> str:
         """Tells apart what was packed for different shards of one model."""
-        return f"rank{self.rank}of{self.num_ranks}"
+        kind = "experts" if self._splits_experts else ""
+        return f"rank{self.rank}of{self.num_ranks}{kind}"
 
     def cut(self, name: str) -> Cut | None:
         """The part of a weight, by Hugging Face's name; None: all of it."""
@@ -68,21 +78,43 @@ class Shard:
         find = _CUTS.get(module)
         if find is None:
             return None
-        cut = find(self)
+        cut = self._expert_cut(module) if ".experts." in name else find(self)
         return cut if kind == "weight" or cut.axis == 0 else None
 
     def is_added_elsewhere(self, name: str) -> bool:
         """Whether it is added to a sum over the ranks, once: by rank 0, and so not here."""
         return self.rank > 0 and name.endswith(_SUMMED_BIASES)
 
+    def holds(self, name: str) -> bool:
+        """Whether a weight has a part here at all: those of other ranks' experts have none."""
+        match = _EXPERT.search(name)
+        return match is None or int(match["expert"]) in self.experts
+
+    @property
+    def _splits_experts(self) -> bool:
+        whole = experts_of(self.whole.experts)
+        return whole is not None and len(self.experts) < whole.num_experts
+
+    def _local_experts(self, whole: ExpertsConfig) -> ExpertsConfig:
+        return replace(whole, intermediate_size=len(self.expert_inner), held=self.experts)
+
+    def _expert_cut(self, module: str) -> Cut:
+        whole = experts_of(self.whole.experts)
+        total = whole.intermediate_size if whole else 0
+        return Cut(1 if module == "down_proj" else 0, self.expert_inner, total)
+
     def _heads(self, heads: range, total: int, axis: int) -> Cut:
         size = self.whole.head_dim
         return Cut(axis, range(heads.start * size, heads.stop * size), total * size)
 
 
-def shard_of(config: ModelConfig, rank: int, num_ranks: int) -> Shard:
-    """The part of `rank` (from 0) of `num_ranks`. Raises `StartupError` for a model that is too small."""
+def shard_of(config: ModelConfig, rank: int, num_ranks: int, expert_parallel: bool = False) -> Shard:
+    """The part of `rank` (from 0) of `num_ranks`; `expert_parallel` deals out whole experts.
+
+    Raises `StartupError` for a model that is too small.
+    """
     _require_enough(config, num_ranks)
+    experts, expert_inner = _expert_ranges(config, rank, num_ranks, expert_parallel)
     if not 0 <= rank < num_ranks:
         raise StartupError(f"there is no rank {rank} among {num_ranks}")
     kv_ranges = kv_head_ranges(config.num_kv_heads, num_ranks)
@@ -94,6 +126,8 @@ def shard_of(config: ModelConfig, rank: int, num_ranks: int) -> Shard:
         kv_heads=kv_ranges[rank],
         inner=split(config.intermediate_size, num_ranks)[rank],
         words=split(config.vocab_size, num_ranks)[rank],
+        experts=experts,
+        expert_inner=expert_inner,
     )
 
 
@@ -105,11 +139,32 @@ def _require_enough(config: ModelConfig, num_ranks: int) -> None:
         (config.intermediate_size, "columns in its MLP"),
         (config.vocab_size, "tokens in its vocabulary"),
     ):
-        if num_ranks > total:
-            raise StartupError(
-                f"the model has {total} {what}, which {num_ranks} ranks cannot share: "
-                f"lower the tensor parallel size to {total} or less"
-            )
+        _require(total, what, num_ranks)
+
+
+def _require(total: int, what: str, num_ranks: int) -> None:
+    if num_ranks > total:
+        raise StartupError(
+            f"the model has {total} {what}, which {num_ranks} ranks cannot share: "
+            f"lower the tensor parallel size to {total} or less"
+        )
+
+
+def _expert_ranges(
+    config: ModelConfig, rank: int, num_ranks: int, expert_parallel: bool
+) -> tuple[range, range]:
+    """(Experts, columns of each) of a rank."""
+    whole = experts_of(config.experts)
+    if whole is None:
+        if expert_parallel:
+            raise StartupError("the model has no experts to deal out: turn expert_parallel off")
+        return range(0), range(0)
+    total, what = whole.intermediate_size, "columns in each expert"
+    if expert_parallel:
+        total, what = whole.num_experts, "experts"
+    _require(total, what, num_ranks)
+    mine = split(total, num_ranks)[rank]
+    return (mine, range(whole.intermediate_size)) if expert_parallel else (range(whole.num_experts), mine)
 
 
 def _query_heads(config: ModelConfig, kv_ranges: tuple[range, ...], rank: int) -> range:
@@ -134,4 +189,5 @@ _CUTS: Mapping[str, Callable[[Shard], Cut]] = {
     "up_proj": lambda shard: Cut(0, shard.inner, shard.whole.intermediate_size),
     "down_proj": lambda shard: Cut(1, shard.inner, shard.whole.intermediate_size),
 }
+_EXPERT = re.compile(r"\.experts\.(?P<expert>\d+)\.")
 _SUMMED_BIASES = ("o_proj.bias", "down_proj.bias")

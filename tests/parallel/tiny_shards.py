@@ -58,12 +58,13 @@ def load_rank(
     make_ops: Callable[[], Ops] = torch_ops,
     num_blocks: int = NUM_BLOCKS,
     num_host_blocks: int = 0,
+    expert_parallel: bool = False,
 ) -> Rank:
     config = ModelConfig.from_hf(folder.config)
     ops = make_ops()
     shard = None
     if communicator.num_ranks > 1:
-        shard = shard_of(config, communicator.rank, communicator.num_ranks)
+        shard = shard_of(config, communicator.rank, communicator.num_ranks, expert_parallel)
     dtype = torch.float32
     weights = load_packed(folder, config, ops, device=CPU, dtype=dtype, cache_dir=cache_dir, shard=shard)
     model = DecoderModel(
