@@ -33,11 +33,11 @@ def load_weights(
 ) -> dict[str, torch.Tensor]:
     """The model's tensors on the CPU, by Hugging Face name; with `shard` that rank's part of them.
 
-    Experts are named as by `one_by_one`. A tensor that is stored as `dtype` is a read-only view of the mapped
-    file: workers on one machine share its pages, and it must not be written to. The others are cast, one after
-    the other: threads that map and cast side by side get into each other's way in the kernel, and took up to
-    five times as long.
-    What can be done in parallel is the disk's part, which is asked for all files at once.
+    Experts are named as by `one_by_one`. A tensor that is stored as `dtype` is a read-only view of the
+    mapped file: workers on one machine share its pages, and it must not be written to. The others are cast,
+    one after the other: threads that map and cast side by side get into each other's way in the kernel, and
+    took up to five times as long. What can be done in parallel is the disk's part, which is asked for all
+    files at once.
     The output projection of a model with tied embeddings is left out. Raises `StartupError` that names
     the file and what to do.
     """

@@ -50,7 +50,8 @@ def cpp_ops() -> CpuOps:
 
 @pytest.mark.parametrize("expert_parallel", [False, True], ids=["columns", "experts"])
 @pytest.mark.parametrize(
-    ("kind", "num_ranks"), [("mixtral", 2), ("mixtral_sliding", 2), ("qwen3_moe_mixed", 2), ("qwen3_moe", 3)]
+    ("kind", "num_ranks"),
+    [("mixtral", 2), ("mixtral_sliding", 2), ("qwen3_moe_mixed", 2), ("qwen3_moe", 3)],
 )
 def test_ranks_give_the_tokens_of_one(
     kind: str, num_ranks: int, expert_parallel: bool, tmp_path: Path
