@@ -7,6 +7,7 @@ mlp.experts.3.up_proj.weight                                          .w3.weight
 mlp.experts.3.down_proj.weight                                        .w2.weight
 gate_proj and up_proj of all experts         mlp.experts.gate_up_proj [experts, 2 * inner, hidden]
 down_proj of all experts                     mlp.experts.down_proj [experts, hidden, inner]
+each of the three of all experts             mlp.experts.gate_proj.weight and so on, from GGUF files
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from protocol.errors import StartupError
 _MIXTRAL = re.compile(r"\.block_sparse_moe\.(gate|experts)\.")
 _MIXTRAL_MATRIX = re.compile(r"\.(w[123])\.weight$")
 _MIXTRAL_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_STACK = re.compile(r"(?P<prefix>.+\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)")
-_IN_STACK = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_STACK = re.compile(r"(?P<prefix>.+\.mlp\.experts)\.(?P<kind>gate_up|gate|up|down)_proj(\.weight)?")
+_IN_STACK = {"gate_up": ("gate_proj", "up_proj")}
 
 
 def one_by_one(tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
@@ -33,7 +34,8 @@ def one_by_one(tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
         if match is None:
             yield named
         else:
-            yield from _matrices(named, match["prefix"], _IN_STACK[match["kind"]])
+            kinds = _IN_STACK.get(match["kind"], (f"{match['kind']}_proj",))
+            yield from _matrices(named, match["prefix"], kinds)
 
 
 def _renamed(tensor: StoredTensor) -> StoredTensor:
