@@ -16,7 +16,7 @@ from engine.model.config import ModelConfig
 from engine.model.partition import Partition, Whole
 from engine.model.rope import rope_tables
 from engine.model.weights import ExpertWeights, LayerWeights, MlpWeights, ModelWeights
-from engine.ops import Ops, RotatingAttention, Routing, StepAttention, route
+from engine.ops import Ops, RotatingAttention, StepAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +130,8 @@ class DecoderModel:
             return self.ops.linear(self.ops.gated(x, mlp.gate_up), mlp.down)
         config = mlp.config
         logits = self.ops.logits(x, mlp.router)
-        routing = route(logits, config.num_per_token, normalizes=config.normalizes)
-        mine = Routing(routing.experts - config.held.start, routing.weights)
-        return self.ops.experts(x, mine, mlp.gate_ups, mlp.downs)
+        routing = self.ops.route(logits, config.num_per_token, normalizes=config.normalizes)
+        return self.ops.experts(x, routing, mlp.gate_ups, mlp.downs, config.held.start)
 
     def _attend(
         self,

@@ -177,11 +177,10 @@ class _Reader:
         gate_up = {"gate_proj": inner, "up_proj": inner}
         prefixes = [f"{prefix}.experts.{expert}" for expert in experts.held]
         yield "router", self._ops.pack_head(self.take(f"{prefix}.gate.weight", experts.num_experts, hidden))
-        yield "gate_ups", self._ops.pack_gate_ups(self._stacked(each, gate_up, hidden) for each in prefixes)
-        yield (
-            "downs",
-            self._ops.pack_downs(self.take(f"{each}.down_proj.weight", hidden, inner) for each in prefixes),
-        )
+        gate_ups = (self._stacked(each, gate_up, hidden) for each in prefixes)
+        downs = (self.take(f"{each}.down_proj.weight", hidden, inner) for each in prefixes)
+        yield "gate_ups", self._ops.pack_gate_ups(gate_ups, len(prefixes))
+        yield "downs", self._ops.pack_downs(downs, len(prefixes))
 
     def _fuse(
         self,

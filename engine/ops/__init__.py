@@ -1,7 +1,6 @@
 """The arithmetic of the model behind one port, with an implementation per kind of device."""
 
 from engine.ops.choose import choose_ops
-from engine.ops.experts import route
 from engine.ops.port import (
     BatchLayout,
     Drawer,
@@ -31,5 +30,4 @@ __all__ = [
     "TorchOps",
     "UploadedAttention",
     "choose_ops",
-    "route",
 ]

@@ -1,6 +1,6 @@
-"""Mixture of experts for ops that multiply one expert's rows at a time, and the routing for all.
+"""Mixture of experts in plain torch: the routing, and the products of one expert after the other.
 
-    router logits --route--> experts and weights of each row --sum_by_expert--> their weighted sum
+    router logits --choose_experts--> experts and weights of each row --sum_by_expert--> their weighted sum
 
 A row's bits must not depend on its neighbours: its experts' results are added up in the order of the
 experts, and how often an expert is chosen changes only how many rows its products have, which is what
@@ -22,13 +22,10 @@ def stack(linears: Sequence[Linear]) -> LinearStack:
     return LinearStack([linear.weight for linear in linears], linears[0].out_features)
 
 
-def route(logits: torch.Tensor, num_per_row: int, *, normalizes: bool) -> Routing:
-    """Choose by softmax over all experts, of `logits` float32 [rows, experts]; of equals the first.
-
-    With `normalizes` a row's weights add up to 1.
-    """
+def choose_experts(logits: torch.Tensor, num_chosen: int, *, normalizes: bool) -> Routing:
+    """As `Ops.route`."""
     odds, experts = torch.softmax(logits, dim=-1).sort(dim=-1, descending=True, stable=True)
-    odds, experts = odds[:, :num_per_row], experts[:, :num_per_row]
+    odds, experts = odds[:, :num_chosen], experts[:, :num_chosen]
     if normalizes:
         odds = odds / odds.sum(dim=-1, keepdim=True)
     experts, order = experts.sort(dim=-1)
@@ -36,12 +33,12 @@ def route(logits: torch.Tensor, num_per_row: int, *, normalizes: bool) -> Routin
 
 
 def sum_by_expert(
-    ops: Ops, x: torch.Tensor, routing: Routing, gate_up: LinearStack, down: LinearStack
+    ops: Ops, x: torch.Tensor, routing: Routing, gate_up: LinearStack, down: LinearStack, *, first: int
 ) -> torch.Tensor:
     """`Ops.experts` by the two products of each expert that has rows. On a GPU it waits for the routing."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     weights = routing.weights.view(-1, 1)
-    for expert, places in _by_expert(routing.experts, len(gate_up)):
+    for expert, places in _by_expert(routing.experts - first, len(gate_up)):
         rows = places // routing.experts.shape[1]
         taken = x.index_select(0, _padded(rows, ops.row_multiple))
         result = ops.linear(ops.gated(taken, gate_up[expert]), down[expert])[: len(rows)]

@@ -33,7 +33,7 @@ class Linear:
 class LinearStack:
     """Equally large matrices without biases, in the format of the ops that packed them."""
 
-    weights: Sequence[torch.Tensor] | torch.Tensor  # [matrices, ...]
+    weights: Sequence[torch.Tensor] | torch.Tensor  # [matrices, ...]; a tensor where it is plain memory
     out_features: int
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class LinearStack:
 class Routing:
     """Which experts each row passes. A row's order is by expert: in it their results are added up."""
 
-    experts: torch.Tensor  # int64 [rows, chosen], ascending; what no stack has is computed elsewhere
+    experts: torch.Tensor  # int64 [rows, chosen], ascending
     weights: torch.Tensor  # float32 [rows, chosen]
 
 
@@ -148,10 +148,10 @@ class Ops(Protocol):
     def pack_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Bring `weight` [2 * width, in], gate above up, into the fastest format for `gated`."""
 
-    def pack_gate_ups(self, matrices: Matrices) -> LinearStack:
+    def pack_gate_ups(self, matrices: Matrices, count: int) -> LinearStack:
         """Bring those of experts, each as for `pack_gate_up`, into the fastest format for `experts`."""
 
-    def pack_downs(self, matrices: Matrices) -> LinearStack:
+    def pack_downs(self, matrices: Matrices, count: int) -> LinearStack:
         """Bring those of experts, [out, width] each, into the fastest format for `experts`."""
 
     def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
@@ -164,12 +164,19 @@ class Ops(Protocol):
     def experts_wait(self) -> bool:
         """Whether `experts` learns on the host who is routed where: such work cannot be done again."""
 
+    def route(self, logits: torch.Tensor, num_chosen: int, *, normalizes: bool) -> Routing:
+        """Choose by softmax over all experts, of `logits` float32 [rows, experts]; of equals the first.
+
+        With `normalizes` a row's weights add up to 1.
+        """
+
     def experts(
-        self, x: torch.Tensor, routing: Routing, gate_up: LinearStack, down: LinearStack
+        self, x: torch.Tensor, routing: Routing, gate_up: LinearStack, down: LinearStack, first: int = 0
     ) -> torch.Tensor:
         """The weighted sum of the gated MLPs that each row is routed to: [rows, in] -> [rows, in].
 
-        Added up in float32 in the order of experts; experts beyond the stacks count as zero.
+        The stacks are those of experts from `first` on; what others would give is left out. Added up in
+        float32 in the order of experts.
         """
 
     def logits(self, x: torch.Tensor, head: Linear) -> torch.Tensor:

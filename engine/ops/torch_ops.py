@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.ops.experts import stack, sum_by_expert
+from engine.ops.experts import choose_experts, stack, sum_by_expert
 from engine.ops.port import BatchLayout, Linear, LinearStack, Matrices, Routing, StepAttention
 from engine.ops.torch_attention import TorchAttention
 
@@ -39,10 +39,10 @@ class TorchOps:
     def pack_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return self.pack(weight, bias)
 
-    def pack_gate_ups(self, matrices: Matrices) -> LinearStack:
+    def pack_gate_ups(self, matrices: Matrices, count: int) -> LinearStack:
         return stack([self.pack_gate_up(matrix, None) for matrix in matrices])
 
-    def pack_downs(self, matrices: Matrices) -> LinearStack:
+    def pack_downs(self, matrices: Matrices, count: int) -> LinearStack:
         return stack([self.pack(matrix, None) for matrix in matrices])
 
     def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
@@ -57,10 +57,13 @@ class TorchOps:
         gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
+    def route(self, logits: torch.Tensor, num_chosen: int, *, normalizes: bool) -> Routing:
+        return choose_experts(logits, num_chosen, normalizes=normalizes)
+
     def experts(
-        self, x: torch.Tensor, routing: Routing, gate_up: LinearStack, down: LinearStack
+        self, x: torch.Tensor, routing: Routing, gate_up: LinearStack, down: LinearStack, first: int = 0
     ) -> torch.Tensor:
-        return sum_by_expert(self, x, routing, gate_up, down)
+        return sum_by_expert(self, x, routing, gate_up, down, first=first)
 
     def logits(self, x: torch.Tensor, head: Linear) -> torch.Tensor:
         return self.linear(x.to(self._head_dtype), head).float()

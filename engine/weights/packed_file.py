@@ -15,7 +15,7 @@ import mmap
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from protocol.errors import StartupError
 
@@ -45,7 +45,7 @@ def write_parts(file: Path, key: Key, parts: Iterable[tuple[str, Part]]) -> None
                 if part.bias is not None:
                     entries[name]["bias"] = _append(stream, part.bias)
             elif isinstance(part, LinearStack):
-                weights = [_append(stream, weight) for weight in part.weights]
+                weights = _append(stream, cast("torch.Tensor", part.weights))
                 entries[name] = {"out_features": part.out_features, "weights": weights}
             else:
                 entries[name] = {"weight": _append(stream, part)}
@@ -72,7 +72,7 @@ def _part(area: mmap.mmap, entry: Mapping[str, Any]) -> Part:
     from engine.ops import Linear, LinearStack
 
     if "weights" in entry:
-        return LinearStack([_view(area, weight) for weight in entry["weights"]], entry["out_features"])
+        return LinearStack(_view(area, entry["weights"]), entry["out_features"])
     weight = _view(area, entry["weight"])
     if "out_features" not in entry:
         return weight

@@ -11,7 +11,7 @@ from cpp_variants import best_ops
 from tiny_models import CPU, make_twins
 
 from engine.model.decoding import RecordedDecoding
-from engine.ops import LinearStack, Ops, Routing, TorchOps, route
+from engine.ops import LinearStack, Ops, Routing, TorchOps
 from engine.runner import ModelRunner
 
 IMPLEMENTATIONS: dict[str, Callable[[torch.dtype], Ops]] = {
@@ -44,7 +44,8 @@ class Experts:
         self.downs = (torch.randn(NUM_EXPERTS, HIDDEN, INNER) * 0.1).to(dtype)
 
     def packed(self, ops: Ops, held: slice = slice(None)) -> tuple[LinearStack, LinearStack]:
-        return ops.pack_gate_ups(iter(self.gate_ups[held])), ops.pack_downs(iter(self.downs[held]))
+        gate_ups, downs = self.gate_ups[held], self.downs[held]
+        return ops.pack_gate_ups(iter(gate_ups), len(gate_ups)), ops.pack_downs(iter(downs), len(downs))
 
     def naive(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         total = torch.zeros(x.shape)
@@ -56,7 +57,7 @@ class Experts:
 
 
 def random_routing(rows: int) -> Routing:
-    return route(torch.randn(rows, NUM_EXPERTS), NUM_CHOSEN, normalizes=True)
+    return TorchOps(CPU, torch.float32).route(torch.randn(rows, NUM_EXPERTS), NUM_CHOSEN, normalizes=True)
 
 
 def part(routing: Routing, rows: slice) -> Routing:
@@ -66,37 +67,37 @@ def part(routing: Routing, rows: slice) -> Routing:
 # Routing
 
 
-def test_the_likeliest_are_chosen_and_listed_in_their_order() -> None:
+def test_the_likeliest_are_chosen_and_listed_in_their_order(ops: Ops) -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, -1.0, 0.0, 4.0]])
-    routing = route(logits, 2, normalizes=False)
+    routing = ops.route(logits, 2, normalizes=False)
     assert routing.experts.tolist() == [[1, 3], [0, 3]]
     torch.testing.assert_close(routing.weights, logits.softmax(-1).gather(1, routing.experts))
 
 
-def test_weights_add_up_to_one_only_where_they_are_normalised() -> None:
+def test_weights_add_up_to_one_only_where_they_are_normalised(ops: Ops) -> None:
     logits = torch.randn(50, 8)
-    normalised, plain = (route(logits, 3, normalizes=normalizes) for normalizes in (True, False))
+    normalised, plain = (ops.route(logits, 3, normalizes=normalizes) for normalizes in (True, False))
     torch.testing.assert_close(normalised.weights.sum(-1), torch.ones(50))
     assert (plain.weights.sum(-1) < 1).all()
     torch.testing.assert_close(plain.weights / plain.weights.sum(-1, keepdim=True), normalised.weights)
 
 
-def test_of_equally_likely_experts_the_first_are_chosen() -> None:
-    assert route(torch.zeros(3, 100), 4, normalizes=True).experts.tolist() == [[0, 1, 2, 3]] * 3
+def test_of_equally_likely_experts_the_first_are_chosen(ops: Ops) -> None:
+    assert ops.route(torch.zeros(3, 100), 4, normalizes=True).experts.tolist() == [[0, 1, 2, 3]] * 3
 
 
-def test_rows_that_are_no_numbers_choose_experts_that_exist() -> None:
-    routing = route(torch.full((2, 5), float("nan")), 2, normalizes=True)
+def test_rows_that_are_no_numbers_choose_experts_that_exist(ops: Ops) -> None:
+    routing = ops.route(torch.full((2, 5), float("nan")), 2, normalizes=True)
     assert routing.experts.tolist() == [[0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize("num_experts", [4, 8, 60, 128])
 @pytest.mark.parametrize("normalizes", [False, True])
-def test_routing_of_a_row_does_not_depend_on_others(num_experts: int, normalizes: bool) -> None:
+def test_routing_of_a_row_does_not_depend_on_others(ops: Ops, num_experts: int, normalizes: bool) -> None:
     logits = torch.randn(37, num_experts) * 3
-    whole = route(logits, 4, normalizes=normalizes)
+    whole = ops.route(logits, 4, normalizes=normalizes)
     for rows in (slice(0, 1), slice(3, 5), slice(7, 20), slice(36, 37)):
-        alone = route(logits[rows].clone(), 4, normalizes=normalizes)
+        alone = ops.route(logits[rows].clone(), 4, normalizes=normalizes)
         assert torch.equal(alone.experts, whole.experts[rows])
         assert torch.equal(alone.weights, whole.weights[rows])
 
@@ -125,15 +126,13 @@ def test_the_shares_of_two_halves_of_the_experts_are_the_whole(ops: Ops) -> None
     whole = ops.experts(x, routing, *experts.packed(ops))
     total = torch.zeros_like(x)
     for held in (slice(0, 2), slice(2, 6)):
-        mine = Routing(routing.experts - held.start, routing.weights)
-        total += ops.experts(x, mine, *experts.packed(ops, held))
+        total += ops.experts(x, routing, *experts.packed(ops, held), held.start)
     torch.testing.assert_close(total, whole)
 
 
 def test_rows_of_experts_that_are_elsewhere_get_nothing(ops: Ops) -> None:
     x, routing = torch.randn(4, HIDDEN), random_routing(4)
-    elsewhere = Routing(routing.experts - NUM_EXPERTS, routing.weights)
-    assert not ops.experts(x, elsewhere, *Experts().packed(ops)).any()
+    assert not ops.experts(x, routing, *Experts().packed(ops), NUM_EXPERTS).any()
 
 
 def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(ops: Ops) -> None:
@@ -161,17 +160,21 @@ def test_a_row_that_is_no_number_spoils_no_other(ops: Ops) -> None:
 # What cannot be recorded
 
 
-def test_a_model_with_experts_is_neither_recorded_nor_captured_where_they_wait() -> None:
+def test_a_model_with_experts_is_not_captured_where_they_wait() -> None:
     def capture(_: Callable[[], torch.Tensor]) -> None:
         raise AssertionError("captured")
 
-    twins = make_twins("mixtral", ops=best_ops(torch.float32))
+    twins = make_twins("mixtral")
     cache = twins.new_runner()._kv_cache
     assert twins.model.waits
-    assert RecordedDecoding.create(twins.model, cache.blocks) is None
     runner = ModelRunner(twins.model, cache, (), capture=capture)  # type: ignore[arg-type]
     runner.warm_up()
-    assert not make_twins("llama", ops=best_ops(torch.float32)).model.waits
+    assert not make_twins("llama").model.waits
+
+
+def test_cpp_experts_are_recorded() -> None:
+    twins = make_twins("mixtral", ops=best_ops(torch.float32))
+    assert RecordedDecoding.create(twins.model, twins.new_runner()._kv_cache.blocks) is not None
 
 
 def test_a_layer_without_experts_among_those_with_them_has_an_mlp() -> None:

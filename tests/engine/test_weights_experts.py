@@ -90,7 +90,7 @@ def test_a_missing_expert_is_named() -> None:
 
 
 def test_a_stack_of_packed_matrices_comes_back_from_its_file(tmp_path: Path) -> None:
-    stack, key = LinearStack([torch.randn(3, 4), torch.randn(3, 4)], 3), {"revision": "r"}
+    stack, key = LinearStack(torch.randn(2, 3, 4), 3), {"revision": "r"}
     write_parts(tmp_path / "file", key, [("stack", stack)])
     found = map_parts(tmp_path / "file", key)["stack"]
     assert isinstance(found, LinearStack)

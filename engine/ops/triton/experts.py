@@ -20,17 +20,30 @@ ALIGNMENT = 8
 """Grouped products take rows of a multiple of 16 bytes."""
 
 
-def group_gate_ups(matrices: Matrices) -> LinearStack:
+def group_gate_ups(matrices: Matrices, count: int) -> LinearStack:
     """Each [2 * width, in], gate above up; the widths padded with zeros, which add nothing."""
-    halves = torch.stack([matrix.unflatten(0, (2, -1)) for matrix in matrices])
-    weights = F.pad(halves, (0, 0, 0, -halves.shape[2] % ALIGNMENT)).flatten(1, 2).contiguous()
-    return LinearStack(weights, weights.shape[1])
+    return _stack((_pad_rows(matrix.view(2, -1, matrix.shape[1])) for matrix in matrices), count)
 
 
-def group_downs(matrices: Matrices) -> LinearStack:
+def group_downs(matrices: Matrices, count: int) -> LinearStack:
     """Each [out, width]; the widths padded as those of gate and up."""
-    weights = torch.stack(list(matrices))
-    return LinearStack(F.pad(weights, (0, -weights.shape[2] % ALIGNMENT)).contiguous(), weights.shape[1])
+    return _stack((F.pad(matrix, (0, -matrix.shape[1] % ALIGNMENT)) for matrix in matrices), count)
+
+
+def _pad_rows(gate_up: torch.Tensor) -> torch.Tensor:
+    return F.pad(gate_up, (0, 0, 0, -gate_up.shape[1] % ALIGNMENT)).flatten(0, 1)
+
+
+def _stack(matrices: Matrices, count: int) -> LinearStack:
+    """One by one into one tensor, [count, rows, columns]."""
+    stack: torch.Tensor | None = None
+    for index, matrix in enumerate(matrices):
+        if stack is None:
+            stack = matrix.new_empty(count, *matrix.shape)
+        stack[index] = matrix
+    if stack is None:
+        raise ValueError("there are no experts to stack")
+    return LinearStack(stack, stack.shape[1])
 
 
 def sum_grouped(
@@ -39,10 +52,12 @@ def sum_grouped(
     routing: Routing,
     gate_up: LinearStack,
     down: LinearStack,
+    *,
+    first: int,
 ) -> torch.Tensor:
     """`Ops.experts` of stacks that were grouped."""
     num_chosen, num_experts = routing.experts.shape[1], len(gate_up)
-    experts = routing.experts.flatten()
+    experts = routing.experts.flatten() - first
     is_here = (experts >= 0) & (experts < num_experts)
     sorted_experts, places = experts.masked_fill(~is_here, num_experts).sort(stable=True)
     bounds = torch.arange(num_experts, device=x.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.ops.experts import stack, sum_by_expert
+from engine.ops.experts import choose_experts, stack, sum_by_expert
 from engine.ops.port import BatchLayout, Linear, LinearStack, Matrices, Routing
 from engine.ops.triton import launch
 from engine.ops.triton.attention import TritonAttention
@@ -38,14 +38,14 @@ class TritonOps:
     def pack_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return self.pack(weight, bias)
 
-    def pack_gate_ups(self, matrices: Matrices) -> LinearStack:
+    def pack_gate_ups(self, matrices: Matrices, count: int) -> LinearStack:
         if self._tuning.groups_experts:
-            return group_gate_ups(matrices)
+            return group_gate_ups(matrices, count)
         return stack([self.pack_gate_up(matrix, None) for matrix in matrices])
 
-    def pack_downs(self, matrices: Matrices) -> LinearStack:
+    def pack_downs(self, matrices: Matrices, count: int) -> LinearStack:
         if self._tuning.groups_experts:
-            return group_downs(matrices)
+            return group_downs(matrices, count)
         return stack([self.pack(matrix, None) for matrix in matrices])
 
     def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
@@ -60,12 +60,15 @@ class TritonOps:
         launch.multiply_by_gate(output, gate_up)
         return output
 
+    def route(self, logits: torch.Tensor, num_chosen: int, *, normalizes: bool) -> Routing:
+        return choose_experts(logits, num_chosen, normalizes=normalizes)
+
     def experts(
-        self, x: torch.Tensor, routing: Routing, gate_up: LinearStack, down: LinearStack
+        self, x: torch.Tensor, routing: Routing, gate_up: LinearStack, down: LinearStack, first: int = 0
     ) -> torch.Tensor:
         if self._tuning.groups_experts:
-            return sum_grouped(self.multiply_gate, x, routing, gate_up, down)
-        return sum_by_expert(self, x, routing, gate_up, down)
+            return sum_grouped(self.multiply_gate, x, routing, gate_up, down, first=first)
+        return sum_by_expert(self, x, routing, gate_up, down, first=first)
 
     def logits(self, x: torch.Tensor, head: Linear) -> torch.Tensor:
         if x.dtype is torch.float32:

@@ -9,7 +9,7 @@ import torch
 from tiny_models import BlockDealer, generate, make_prompt, make_twins
 
 from engine.captured_decoding import CapturedDecoding
-from engine.ops import Recording, Routing, TorchOps, route
+from engine.ops import LinearStack, Ops, Recording, TorchOps
 from engine.ops.triton import TritonOps, Tuning
 from engine.ops.triton.tuning import Tile
 from engine.runner import ModelRunner
@@ -21,6 +21,10 @@ ORACLE = TorchOps(torch.device("cpu"), torch.float32)
 HIDDEN, NUM_EXPERTS = 32, 5
 
 
+def pack(ops: Ops, gate_ups: torch.Tensor, downs: torch.Tensor) -> tuple[LinearStack, LinearStack]:
+    return ops.pack_gate_ups(gate_ups, len(gate_ups)), ops.pack_downs(downs, len(downs))
+
+
 def random_experts(inner: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(NUM_EXPERTS, 2 * inner, HIDDEN) * 0.2, torch.randn(NUM_EXPERTS, HIDDEN, inner) * 0.2
 
@@ -30,9 +34,9 @@ def random_experts(inner: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("rows", [2, 18])
 def test_experts_are_those_of_torch(ops: TritonOps, rows: int, inner: int) -> None:
     gate_ups, downs = random_experts(inner)
-    x, routing = torch.randn(rows, HIDDEN), route(torch.randn(rows, NUM_EXPERTS), 2, normalizes=True)
-    expected = ORACLE.experts(x, routing, ORACLE.pack_gate_ups(gate_ups), ORACLE.pack_downs(downs))
-    actual = ops.experts(x, routing, ops.pack_gate_ups(iter(gate_ups)), ops.pack_downs(iter(downs)))
+    x, routing = torch.randn(rows, HIDDEN), ORACLE.route(torch.randn(rows, NUM_EXPERTS), 2, normalizes=True)
+    expected = ORACLE.experts(x, routing, *pack(ORACLE, gate_ups, downs))
+    actual = ops.experts(x, routing, *pack(ops, gate_ups, downs))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -42,8 +46,7 @@ def test_what_experts_elsewhere_would_give_is_zero_whatever_memory_holds(
 ) -> None:
     """Grouped products leave the rows of nobody as they find them."""
     gate_ups, downs = random_experts(24)
-    x, routing = torch.randn(18, HIDDEN), route(torch.randn(18, NUM_EXPERTS), 2, normalizes=True)
-    mine = Routing(routing.experts - held.start, routing.weights)
+    x, routing = torch.randn(18, HIDDEN), ORACLE.route(torch.randn(18, NUM_EXPERTS), 2, normalizes=True)
     grouped = torch.nn.functional.grouped_mm
 
     def leaving_nan(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
@@ -52,9 +55,11 @@ def test_what_experts_elsewhere_would_give_is_zero_whatever_memory_holds(
         return product
 
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", leaving_nan)
-    expected = ORACLE.experts(x, mine, ORACLE.pack_gate_ups(gate_ups[held]), ORACLE.pack_downs(downs[held]))
-    stacks = GROUPED.pack_gate_ups(gate_ups[held]), GROUPED.pack_downs(downs[held])
-    torch.testing.assert_close(GROUPED.experts(x, mine, *stacks), expected, rtol=1e-4, atol=1e-5)
+    expected, actual = (
+        ops.experts(x, routing, *pack(ops, gate_ups[held], downs[held]), held.start)
+        for ops in (ORACLE, GROUPED)
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_with_grouped_experts_is_captured_and_gives_the_same_tokens() -> None:
