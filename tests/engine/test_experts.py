@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cpp_variants import best_ops
+from cpp_variants import VARIANTS, best_ops, variant_ops
 from tiny_models import CPU, make_twins
 
 from engine.model.decoding import RecordedDecoding
@@ -16,7 +17,7 @@ from engine.runner import ModelRunner
 
 IMPLEMENTATIONS: dict[str, Callable[[torch.dtype], Ops]] = {
     "torch": lambda dtype: TorchOps(CPU, dtype),
-    "cpp": best_ops,
+    **{f"cpp-{name}": partial(variant_ops, name) for name in VARIANTS},
 }
 HIDDEN, INNER, NUM_EXPERTS, NUM_CHOSEN = 96, 40, 6, 3
 
@@ -39,9 +40,9 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 class Experts:
     """Random ones, and the obvious way to compute them."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        self.gate_ups = (torch.randn(NUM_EXPERTS, 2 * INNER, HIDDEN) * 0.1).to(dtype)
-        self.downs = (torch.randn(NUM_EXPERTS, HIDDEN, INNER) * 0.1).to(dtype)
+    def __init__(self, dtype: torch.dtype = torch.float32, hidden: int = HIDDEN) -> None:
+        self.gate_ups = (torch.randn(NUM_EXPERTS, 2 * INNER, hidden) * 0.1).to(dtype)
+        self.downs = (torch.randn(NUM_EXPERTS, hidden, INNER) * 0.1).to(dtype)
 
     def packed(self, ops: Ops, held: slice = slice(None)) -> tuple[LinearStack, LinearStack]:
         gate_ups, downs = self.gate_ups[held], self.downs[held]
@@ -113,9 +114,11 @@ def test_experts_are_the_weighted_sum_of_their_mlps(ops: Ops, rows: int) -> None
     torch.testing.assert_close(actual, experts.naive(x, routing), rtol=1e-4, atol=1e-5)
 
 
-def test_bfloat16_is_rounded_once_at_the_end() -> None:
-    ops, experts = best_ops(torch.bfloat16), Experts(torch.bfloat16)
-    x, routing = torch.randn(10, HIDDEN).to(torch.bfloat16), random_routing(10)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("hidden", [HIDDEN, 51])
+def test_bfloat16_is_near(variant: str, hidden: int) -> None:
+    ops, experts = variant_ops(variant, torch.bfloat16), Experts(torch.bfloat16, hidden)
+    x, routing = torch.randn(10, hidden).to(torch.bfloat16), random_routing(10)
     actual = ops.experts(x, routing, *experts.packed(ops))
     assert actual.dtype is torch.bfloat16
     torch.testing.assert_close(actual.float(), experts.naive(x, routing), rtol=2e-2, atol=2e-2)
@@ -145,6 +148,13 @@ def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(ops: Ops) -> None:
     order = torch.randperm(64)
     shuffled = Routing(routing.experts[order], routing.weights[order])
     assert torch.equal(ops.experts(x[order], shuffled, *experts), whole[order])
+
+
+def test_threads_change_no_bit() -> None:
+    experts, x, routing = Experts(), torch.randn(33, HIDDEN), random_routing(33)
+    one, two = (best_ops(torch.float32, num_threads=count) for count in (1, 2))
+    expected = one.experts(x, routing, *experts.packed(one))
+    assert torch.equal(two.experts(x, routing, *experts.packed(two)), expected)
 
 
 def test_a_row_that_is_no_number_spoils_no_other(ops: Ops) -> None:
