@@ -115,7 +115,7 @@ def model_findings(
     for own_ops, own_capture in ((TorchOps(device, dtype), None), (ops, None), (ops, capture)):
         model = make_model(description, own_ops, device, dtype)
         batch = Batch.create(model, 3, prompt, num_tokens, own_capture)
-        batch.runner.warm_up(16)
+        batch.runner.warm_up()
         batch.prefill()
         for _ in range(num_tokens - 1):
             batch.decode()

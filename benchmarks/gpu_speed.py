@@ -109,7 +109,7 @@ def model_figures(
     kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.dtype.itemsize
     for count in batches:
         batch = Batch.create(model, count, context, 80, capture)
-        batch.runner.warm_up(16)
+        batch.runner.warm_up()
         batch.pretend_prefilled()
         taken = seconds(batch.decode, model.device, repeats=20)
         floor = (num_weight_bytes(model) + count * context * kv_bytes) / limits.bytes_per_s
