@@ -114,10 +114,10 @@ def shard_of(config: ModelConfig, rank: int, num_ranks: int, expert_parallel: bo
     Raises `StartupError` for a model that is too small.
     """
     _require_enough(config, num_ranks)
-    experts, expert_inner = _expert_ranges(config, rank, num_ranks, expert_parallel)
     if not 0 <= rank < num_ranks:
         raise StartupError(f"there is no rank {rank} among {num_ranks}")
     kv_ranges = kv_head_ranges(config.num_kv_heads, num_ranks)
+    experts, expert_inner = _expert_ranges(config, rank, num_ranks, expert_parallel)
     return Shard(
         whole=config,
         rank=rank,
