@@ -103,7 +103,10 @@ def num_weight_bytes(model: DecoderModel) -> int:
     layers = [
         part.weight if hasattr(part, "weight") else part
         for layer in model._weights.layers
-        for part in (layer.qkv, layer.output, layer.gate_up, layer.down, layer.input_norm, layer.mlp_norm)
+        for part in (
+            *(layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down),
+            *(layer.input_norm, layer.mlp_norm),
+        )
     ]
     return sum(each.nbytes for each in layers) + model._weights.head.weight.nbytes
 

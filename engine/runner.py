@@ -48,7 +48,7 @@ class ModelRunner:
         """`host_pool` is where plans that swap do it; without one they are faults.
 
         With a `capture` all steps that only decode are captured, of up to `max_sequences` sequences, unless
-        other ranks have a part in the model: what ranks tell each other cannot be captured.
+        other ranks have a part in the model, or it waits for the device: neither can be captured.
         """
         self._model = model
         self._kv_cache = kv_cache
@@ -56,7 +56,7 @@ class ModelRunner:
         draw = model.ops.draw if isinstance(model.ops, Drawer) else draw_with_torch
         self._sampler = Sampler(eos_token_ids, draw)
         self._decoding: RecordedDecoding | CapturedDecoding | None
-        if capture is None or not model.partition.is_whole:
+        if capture is None or model.waits or not model.partition.is_whole:
             self._decoding = RecordedDecoding.create(model, kv_cache.blocks)
         else:
             self._decoding = CapturedDecoding(model, kv_cache.blocks, capture, max_sequences)

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
+from engine.model.experts import ExpertsConfig, read_experts
+from engine.model.hf_json import Json, convert, get, need
 from protocol.errors import StartupError
-
-T = TypeVar("T")
-Json = Mapping[str, object]
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
@@ -49,6 +47,8 @@ class _Family:
     head_dim: int | None = None
     max_positions: int = 32768
     sliding_window: int | None = None
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
     bos_token_id: int | None = None
     eos_token_id: int | None = None
 
@@ -66,12 +66,23 @@ FAMILIES: Mapping[str, _Family] = {
     ),
     "Qwen2ForCausalLM": _Family(qkv_bias=True, output_bias=False, mlp_bias=False, sliding_window=4096),
     "Qwen3ForCausalLM": _Family(mlp_bias=False, qk_norm=True, head_dim=128, sliding_window=4096),
+    "MixtralForCausalLM": _Family(
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        max_positions=131072,
+        rope_theta=1000000.0,
+        rms_norm_eps=1e-5,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+    "Qwen3MoeForCausalLM": _Family(mlp_bias=False, qk_norm=True, sliding_window=4096),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only model with RMS norms, rotary positions, grouped queries and a gated SiLU MLP."""
+    """A decoder-only model with RMS norms, rotary positions, grouped queries and gated SiLU MLPs."""
 
     architecture: str
     vocab_size: int
@@ -93,6 +104,8 @@ class ModelConfig:
     qk_norm: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    experts: tuple[ExpertsConfig | None, ...]
+    """Per layer: what takes the place of its MLP; None: nothing does."""
     has_embedding: bool = True
     """False in a part of a model whose first layer is not the model's."""
     has_head: bool = True
@@ -116,34 +129,35 @@ class ModelConfig:
         architecture = _architecture(config)
         family = FAMILIES[architecture]
         _refuse_unsupported(config)
-        hidden_size = _need(config, "hidden_size", int)
-        num_heads = _need(config, "num_attention_heads", int)
-        num_layers = _need(config, "num_hidden_layers", int)
-        num_kv_heads = _get(config, "num_key_value_heads", int, num_heads)
+        hidden_size = need(config, "hidden_size", int)
+        num_heads = need(config, "num_attention_heads", int)
+        num_layers = need(config, "num_hidden_layers", int)
+        num_kv_heads = get(config, "num_key_value_heads", int, num_heads)
         if num_heads % num_kv_heads:
             raise StartupError(f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads")
-        max_positions = _get(config, "max_position_embeddings", int, family.max_positions)
-        bias = _get(config, "attention_bias", bool, False)
+        max_positions = get(config, "max_position_embeddings", int, family.max_positions)
+        bias = get(config, "attention_bias", bool, False)
         return ModelConfig(
             architecture=architecture,
-            vocab_size=_need(config, "vocab_size", int),
+            vocab_size=need(config, "vocab_size", int),
             hidden_size=hidden_size,
-            intermediate_size=_need(config, "intermediate_size", int),
+            intermediate_size=need(config, "intermediate_size", int),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=_get(config, "head_dim", int, family.head_dim or hidden_size // num_heads),
-            rms_norm_eps=_get(config, "rms_norm_eps", float, 1e-6),
-            rope=_read_rope(config, max_positions),
+            head_dim=get(config, "head_dim", int, family.head_dim or hidden_size // num_heads),
+            rms_norm_eps=get(config, "rms_norm_eps", float, family.rms_norm_eps),
+            rope=_read_rope(config, max_positions, family.rope_theta),
             windows=_windows(config, architecture, num_layers),
             max_position_embeddings=max_positions,
-            tie_word_embeddings=_get(config, "tie_word_embeddings", bool, False),
+            tie_word_embeddings=get(config, "tie_word_embeddings", bool, False),
             qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
             output_bias=bias if family.output_bias is None else family.output_bias,
-            mlp_bias=_get(config, "mlp_bias", bool, False) if family.mlp_bias is None else family.mlp_bias,
+            mlp_bias=get(config, "mlp_bias", bool, False) if family.mlp_bias is None else family.mlp_bias,
             qk_norm=family.qk_norm,
             bos_token_id=_first(_token_ids(config, "bos_token_id", family.bos_token_id)),
             eos_token_ids=_token_ids(config, "eos_token_id", family.eos_token_id),
+            experts=read_experts(config, architecture, num_layers),
         )
 
 
@@ -160,7 +174,7 @@ def _architecture(config: Json) -> str:
 
 
 def _refuse_unsupported(config: Json) -> None:
-    activation = _get(config, "hidden_act", str, "silu")
+    activation = get(config, "hidden_act", str, "silu")
     if activation != "silu":
         raise StartupError(f"the activation {activation!r} is not supported; only 'silu' is")
     if config.get("quantization_config"):
@@ -170,24 +184,26 @@ def _refuse_unsupported(config: Json) -> None:
 
 
 def _windows(config: Json, architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    """Mistral slides in all layers; Qwen in those that `layer_types` or `max_window_layers` names."""
+    """Qwen2 and 3 slide where `layer_types` or `max_window_layers` says; others in all layers or none."""
     if architecture == "LlamaForCausalLM":
         return (None,) * num_layers
     # An explicit null switches the window off, and is not the same as an absent key.
     window = config.get("sliding_window", FAMILIES[architecture].sliding_window)
-    size = None if window is None else _convert("sliding_window", window, int)
-    if architecture == "MistralForCausalLM":
+    size = None if window is None else convert("sliding_window", window, int)
+    if architecture in {"MistralForCausalLM", "MixtralForCausalLM"}:
         return (size,) * num_layers
     layer_types = config.get("layer_types")
-    if not _get(config, "use_sliding_window", bool, False) or size is None:
+    if not get(config, "use_sliding_window", bool, False) or size is None:
         return (None,) * num_layers
+    if architecture == "Qwen3MoeForCausalLM":
+        return (size,) * num_layers
     if isinstance(layer_types, list | tuple):
         return tuple(size if kind == "sliding_attention" else None for kind in layer_types)
-    first = _get(config, "max_window_layers", int, 28)
+    first = get(config, "max_window_layers", int, 28)
     return tuple(size if layer >= first else None for layer in range(num_layers))
 
 
-def _read_rope(config: Json, max_positions: int) -> RopeConfig:
+def _read_rope(config: Json, max_positions: int, default_theta: float) -> RopeConfig:
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(found, Mapping):
         raise StartupError(f"the model's rope parameters must be an object, not {found!r}")
@@ -196,31 +212,28 @@ def _read_rope(config: Json, max_positions: int) -> RopeConfig:
         raise StartupError(
             f"rope type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
         )
-    if (
-        _get(found, "partial_rotary_factor", float, _get(config, "partial_rotary_factor", float, 1.0))
-        != 1.0
-    ):
+    if get(found, "partial_rotary_factor", float, get(config, "partial_rotary_factor", float, 1.0)) != 1.0:
         raise StartupError("models that rotate a part of each head only are not supported")
-    original = _get(
+    original = get(
         config,
         "original_max_position_embeddings",
         int,
-        _get(found, "original_max_position_embeddings", int, max_positions),
+        get(found, "original_max_position_embeddings", int, max_positions),
     )
     return RopeConfig(
         rope_type=rope_type,
-        theta=_get(found, "rope_theta", float, _get(config, "rope_theta", float, 10000.0)),
-        factor=_get(found, "factor", float, max_positions / original if rope_type == "yarn" else 1.0),
+        theta=get(found, "rope_theta", float, get(config, "rope_theta", float, default_theta)),
+        factor=get(found, "factor", float, max_positions / original if rope_type == "yarn" else 1.0),
         # HF's dynamic scaling starts from max_position_embeddings, whatever else is written down.
         original_max_positions=max_positions if rope_type == "dynamic" else original,
-        attention_factor=_get(found, "attention_factor", float, None),
-        beta_fast=_get(found, "beta_fast", float, 32.0) or 32.0,
-        beta_slow=_get(found, "beta_slow", float, 1.0) or 1.0,
-        mscale=_get(found, "mscale", float, 0.0),
-        mscale_all_dim=_get(found, "mscale_all_dim", float, 0.0),
-        truncate=_get(found, "truncate", bool, True),
-        low_freq_factor=_get(found, "low_freq_factor", float, 1.0),
-        high_freq_factor=_get(found, "high_freq_factor", float, 4.0),
+        attention_factor=get(found, "attention_factor", float, None),
+        beta_fast=get(found, "beta_fast", float, 32.0) or 32.0,
+        beta_slow=get(found, "beta_slow", float, 1.0) or 1.0,
+        mscale=get(found, "mscale", float, 0.0),
+        mscale_all_dim=get(found, "mscale_all_dim", float, 0.0),
+        truncate=get(found, "truncate", bool, True),
+        low_freq_factor=get(found, "low_freq_factor", float, 1.0),
+        high_freq_factor=get(found, "high_freq_factor", float, 4.0),
     )
 
 
@@ -229,31 +242,8 @@ def _token_ids(config: Json, key: str, default: int | None) -> tuple[int, ...]:
     if value is None:
         return ()
     values = value if isinstance(value, list | tuple) else [value]
-    return tuple(_convert(key, item, int) for item in values)
+    return tuple(convert(key, item, int) for item in values)
 
 
 def _first(token_ids: tuple[int, ...]) -> int | None:
     return token_ids[0] if token_ids else None
-
-
-def _need(config: Json, key: str, kind: type[T]) -> T:
-    if config.get(key) is None:
-        raise StartupError(f"the model's config.json lacks {key!r}")
-    return _convert(key, config[key], kind)
-
-
-D = TypeVar("D")
-
-
-def _get(config: Json, key: str, kind: type[T], default: D) -> T | D:
-    """The value of `key`; the default when it is absent or null, as transformers has it."""
-    value = config.get(key)
-    return default if value is None else _convert(key, value, kind)
-
-
-def _convert(key: str, value: object, kind: type[T]) -> T:
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise StartupError(f"the model's config.json has {key!r}: {value!r}, which is no {kind.__name__}")
-    return value

@@ -15,7 +15,7 @@ import torch
 from engine.model.config import ModelConfig
 from engine.model.partition import Partition, Whole
 from engine.model.rope import rope_tables
-from engine.model.weights import LayerWeights, ModelWeights
+from engine.model.weights import ExpertWeights, LayerWeights, MlpWeights, ModelWeights
 from engine.ops import Ops, RotatingAttention, StepAttention
 
 
@@ -65,6 +65,11 @@ class DecoderModel:
         cos, sin = rope_tables(config.rope, config.head_dim, self.max_model_len, dtype)
         self._cos, self._sin = cos.to(device), sin.to(device)
 
+    @property
+    def waits(self) -> bool:
+        """A pass depends on more than its sizes: on the host, experts are told who is routed to them."""
+        return self.ops.experts_wait and any(experts is not None for experts in self.config.experts)
+
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
     ) -> HiddenState:
@@ -91,14 +96,16 @@ class DecoderModel:
         torch.index_select(self._sin, 0, positions, out=embedded.sin)
 
     def layers(self, embedded: Embedded, attention: StepAttention) -> HiddenState:
-        """Uses nothing but the ops and views, so that it can be recorded where one rank does it all."""
+        """Uses nothing but the ops and views unless `waits`, so that it can be recorded where one rank does
+        it all.
+        """
         residual, rotation = embedded.residual, (embedded.cos, embedded.sin)
         delta: torch.Tensor | None = None
         for index, layer in enumerate(self._weights.layers):
             x, residual = self._add_norm(delta, residual, layer.input_norm)
             x = self._attend(index, x, rotation, attention)
             x, residual = self._add_norm(x, residual, layer.mlp_norm)
-            delta = self.partition.add_up(self.ops.linear(self.ops.gated(x, layer.gate_up), layer.down))
+            delta = self.partition.add_up(self._mlp(layer.mlp, x))
             self.num_layers_run += 1
         return HiddenState(delta, residual)
 
@@ -124,6 +131,14 @@ class DecoderModel:
         if delta is None:
             return self.ops.rms_norm(residual, weight, eps), residual
         return self.ops.add_rms_norm(delta, residual, weight, eps)
+
+    def _mlp(self, mlp: MlpWeights | ExpertWeights, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(mlp, MlpWeights):
+            return self.ops.linear(self.ops.gated(x, mlp.gate_up), mlp.down)
+        config = mlp.config
+        logits = self.ops.logits(x, mlp.router)
+        routing = self.ops.route(logits, config.num_per_token, normalizes=config.normalizes)
+        return self.ops.experts(x, routing, mlp.gate_ups, mlp.downs, config.held.start)
 
     def _attend(
         self,

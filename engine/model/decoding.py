@@ -35,8 +35,8 @@ class RecordedDecoding:
 
     @classmethod
     def create(cls, model: DecoderModel, kv_blocks: torch.Tensor) -> RecordedDecoding | None:
-        """None where the model's ops cannot record, or other ranks have a part in it."""
-        if not model.partition.is_whole or not isinstance(model.ops, Recorder):
+        """None where the model's ops cannot record, it waits, or other ranks have a part in it."""
+        if model.waits or not model.partition.is_whole or not isinstance(model.ops, Recorder):
             return None
         return cls(model, model.ops, kv_blocks)
 

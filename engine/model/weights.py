@@ -8,16 +8,36 @@ Parts come one at a time so that they can be put away before the next one is mad
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from engine.model.config import ModelConfig
-from engine.ops import Linear, Ops
+from engine.model.experts import ExpertsConfig
+from engine.ops import Linear, LinearStack, Ops
 from protocol.errors import StartupError
 
-Part = torch.Tensor | Linear
+Part = torch.Tensor | Linear | LinearStack
+
+
+@dataclass(frozen=True, slots=True)
+class MlpWeights:
+    """The MLP that all tokens pass."""
+
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The MLPs that a few tokens pass each; those of the experts that are held here."""
+
+    config: ExpertsConfig
+    router: Linear
+    gate_ups: LinearStack
+    downs: LinearStack
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +48,7 @@ class LayerWeights:
     qkv: Linear
     output: Linear
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: MlpWeights | ExpertWeights
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
 
@@ -68,12 +87,24 @@ def packed_parts(
 
 def assemble(config: ModelConfig, parts: Mapping[str, Part]) -> ModelWeights:
     """The model from all of its parts."""
-    names = [field.name for field in fields(LayerWeights)]
     layers = []
     for index in range(config.num_layers):
-        found = {name: parts.get(f"layers.{index}.{name}") for name in names}
-        layers.append(LayerWeights(**{name: part for name, part in found.items() if part is not None}))  # type: ignore[arg-type]
+        prefix = f"layers.{index}."
+        mine = {name.removeprefix(prefix): part for name, part in parts.items() if name.startswith(prefix)}
+        layers.append(_assemble_layer(mine, config.experts[index]))
     return ModelWeights(parts.get("embedding"), tuple(layers), parts.get("norm"), parts.get("head"))  # type: ignore[arg-type]
+
+
+def _assemble_layer(parts: dict[str, Part], experts: ExpertsConfig | None) -> LayerWeights:
+    def take(*names: str) -> Any:
+        return {name: parts.pop(name) for name in names}
+
+    mlp: MlpWeights | ExpertWeights
+    if experts is None:
+        mlp = MlpWeights(**take("gate_up", "down"))
+    else:
+        mlp = ExpertWeights(experts, **take("router", "gate_ups", "downs"))
+    return LayerWeights(mlp=mlp, **take(*parts))
 
 
 def pack_weights(
@@ -126,9 +157,8 @@ class _Reader:
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         query_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, experts = config.hidden_size, config.experts[index]
         qkv = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
-        gate_up = {"gate_proj": inner, "up_proj": inner}
         yield "input_norm", self.take(f"{prefix}.input_layernorm.weight", hidden)
         yield "qkv", self._fuse(attention, qkv, hidden, config.qkv_bias)
         if config.qk_norm:
@@ -136,8 +166,28 @@ class _Reader:
             yield "k_norm", self.take(f"{attention}.k_norm.weight", config.head_dim)
         yield "output", self._fuse(attention, {"o_proj": hidden}, query_size, config.output_bias)
         yield "mlp_norm", self.take(f"{prefix}.post_attention_layernorm.weight", hidden)
-        yield "gate_up", self._fuse(mlp, gate_up, hidden, config.mlp_bias, self._ops.pack_gate_up)
-        yield "down", self._fuse(mlp, {"down_proj": hidden}, inner, config.mlp_bias)
+        yield from self._mlp(mlp) if experts is None else self._experts(mlp, experts)
+
+    def _mlp(self, prefix: str) -> Iterator[tuple[str, Part]]:
+        hidden, inner, bias = (
+            self._config.hidden_size,
+            self._config.intermediate_size,
+            self._config.mlp_bias,
+        )
+        gate_up = {"gate_proj": inner, "up_proj": inner}
+        yield "gate_up", self._fuse(prefix, gate_up, hidden, bias, self._ops.pack_gate_up)
+        yield "down", self._fuse(prefix, {"down_proj": hidden}, inner, bias)
+
+    def _experts(self, prefix: str, experts: ExpertsConfig) -> Iterator[tuple[str, Part]]:
+        """Each expert's matrices are made when the ops ask for them."""
+        hidden, inner = self._config.hidden_size, experts.intermediate_size
+        gate_up = {"gate_proj": inner, "up_proj": inner}
+        prefixes = [f"{prefix}.experts.{expert}" for expert in experts.held]
+        yield "router", self._ops.pack_head(self.take(f"{prefix}.gate.weight", experts.num_experts, hidden))
+        gate_ups = (self._stacked(each, gate_up, hidden) for each in prefixes)
+        downs = (self.take(f"{each}.down_proj.weight", hidden, inner) for each in prefixes)
+        yield "gate_ups", self._ops.pack_gate_ups(gate_ups, len(prefixes))
+        yield "downs", self._ops.pack_downs(downs, len(prefixes))
 
     def _fuse(
         self,
@@ -149,11 +199,17 @@ class _Reader:
     ) -> Linear:
         """Stack the named matrices along their outputs and pack them."""
         pack = pack or self._ops.pack
-        weights = [self.take(f"{prefix}.{name}.weight", size, in_size) for name, size in out_sizes.items()]
+        weight = self._stacked(prefix, out_sizes, in_size)
         if not has_bias:
-            return pack(_stack(weights), None)
+            return pack(weight, None)
         biases = [self.take(f"{prefix}.{name}.bias", size) for name, size in out_sizes.items()]
-        return pack(_stack(weights), _stack(biases))
+        return pack(weight, _stack(biases))
+
+    def _stacked(self, prefix: str, out_sizes: Mapping[str, int], in_size: int) -> torch.Tensor:
+        """The named matrices, along their outputs."""
+        return _stack(
+            [self.take(f"{prefix}.{name}.weight", size, in_size) for name, size in out_sizes.items()]
+        )
 
 
 def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

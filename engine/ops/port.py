@@ -6,7 +6,7 @@ row whatever other rows, sequences or chunks share the step. The torch one is th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -16,6 +16,9 @@ import torch
 
 from protocol.generation import SamplingParams
 
+Matrices = Iterable[torch.Tensor]
+"""Made one at a time, when they are asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:
@@ -24,6 +27,28 @@ class Linear:
     weight: torch.Tensor
     bias: torch.Tensor | None
     out_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinearStack:
+    """Equally large matrices without biases, in the format of the ops that packed them."""
+
+    weights: Sequence[torch.Tensor] | torch.Tensor  # [matrices, ...]; a tensor where it is plain memory
+    out_features: int
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def __getitem__(self, index: int) -> Linear:
+        return Linear(self.weights[index], None, self.out_features)
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Which experts each row passes. A row's order is by expert: in it their results are added up."""
+
+    experts: torch.Tensor  # int64 [rows, chosen], ascending
+    weights: torch.Tensor  # float32 [rows, chosen]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +148,36 @@ class Ops(Protocol):
     def pack_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Bring `weight` [2 * width, in], gate above up, into the fastest format for `gated`."""
 
+    def pack_gate_ups(self, matrices: Matrices, count: int) -> LinearStack:
+        """Bring those of experts, each as for `pack_gate_up`, into the fastest format for `experts`."""
+
+    def pack_downs(self, matrices: Matrices, count: int) -> LinearStack:
+        """Bring those of experts, [out, width] each, into the fastest format for `experts`."""
+
     def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         """[rows, in] -> [rows, out]."""
 
     def gated(self, x: torch.Tensor, gate_up: Linear) -> torch.Tensor:
         """[rows, in] -> silu(gate @ x) * (up @ x), [rows, width]."""
+
+    @property
+    def experts_wait(self) -> bool:
+        """Whether `experts` learns on the host who is routed where: such work cannot be done again."""
+
+    def route(self, logits: torch.Tensor, num_chosen: int, *, normalizes: bool) -> Routing:
+        """Choose by softmax over all experts, of `logits` float32 [rows, experts]; of equals the first.
+
+        With `normalizes` a row's weights add up to 1.
+        """
+
+    def experts(
+        self, x: torch.Tensor, routing: Routing, gate_up: LinearStack, down: LinearStack, first: int = 0
+    ) -> torch.Tensor:
+        """The weighted sum of the gated MLPs that each row is routed to: [rows, in] -> [rows, in].
+
+        The stacks are those of experts from `first` on; what others would give is left out. Added up in
+        float32 in the order of experts.
+        """
 
     def logits(self, x: torch.Tensor, head: Linear) -> torch.Tensor:
         """[rows, in] -> [rows, vocab] in float32, whatever the type of `x`: bfloat16 makes ties."""

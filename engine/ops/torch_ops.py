@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.ops.port import BatchLayout, Linear, StepAttention
+from engine.ops.experts import choose_experts, stack, sum_by_expert
+from engine.ops.port import BatchLayout, Linear, LinearStack, Matrices, Routing, StepAttention
 from engine.ops.torch_attention import TorchAttention
 
 
@@ -19,6 +20,7 @@ class TorchOps:
     """Implements `Ops` on any device. With oneDNN where it can run, else with `F.linear`."""
 
     packing = None
+    experts_wait = True
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._uses_onednn = _onednn_can_run(device, dtype)
@@ -37,6 +39,12 @@ class TorchOps:
     def pack_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return self.pack(weight, bias)
 
+    def pack_gate_ups(self, matrices: Matrices, count: int) -> LinearStack:
+        return stack([self.pack_gate_up(matrix, None) for matrix in matrices])
+
+    def pack_downs(self, matrices: Matrices, count: int) -> LinearStack:
+        return stack([self.pack(matrix, None) for matrix in matrices])
+
     def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         if not self._uses_onednn:
             return F.linear(x, linear.weight, linear.bias)
@@ -48,6 +56,14 @@ class TorchOps:
     def gated(self, x: torch.Tensor, gate_up: Linear) -> torch.Tensor:
         gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    def route(self, logits: torch.Tensor, num_chosen: int, *, normalizes: bool) -> Routing:
+        return choose_experts(logits, num_chosen, normalizes=normalizes)
+
+    def experts(
+        self, x: torch.Tensor, routing: Routing, gate_up: LinearStack, down: LinearStack, first: int = 0
+    ) -> torch.Tensor:
+        return sum_by_expert(self, x, routing, gate_up, down, first=first)
 
     def logits(self, x: torch.Tensor, head: Linear) -> torch.Tensor:
         return self.linear(x.to(self._head_dtype), head).float()

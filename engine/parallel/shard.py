@@ -6,6 +6,8 @@
     output            [hidden, heads]   its heads               columns; place 0 adds the bias
     gate, up          [inner, hidden]   its inner columns       rows, and biases
     down              [hidden, inner]   its inner columns       columns; place 0 adds the bias
+    an expert         as gate, up, down, of its own inner columns; or, expert parallel, whole experts
+    router            [experts, hidden] all                     -
     norms                               all                     -
 
 That is dealt out within each stage. The stages have neighbouring layers; the first has the embedding, the
@@ -22,6 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from engine.model.config import ModelConfig
+from engine.model.experts import ExpertsConfig, experts_of
 from protocol.errors import StartupError
 from protocol.rank_layout import RankLayout, kv_head_ranges, split
 
@@ -51,6 +54,10 @@ class Shard:
     """Columns of the MLP's hidden layer."""
     words: range
     """Token ids, of the embedding and of the head."""
+    experts: range
+    """Of each layer that has any."""
+    expert_inner: range
+    """Columns of each expert's hidden layer."""
 
     @property
     def place(self) -> int:
@@ -70,6 +77,7 @@ class Shard:
     @property
     def local(self) -> ModelConfig:
         """The rank's part as a model: what its weights, its KV cache and its ops are made for."""
+        experts = self.whole.experts[self.layers.start : self.layers.stop]
         return replace(
             self.whole,
             num_layers=len(self.layers),
@@ -80,6 +88,7 @@ class Shard:
             num_kv_heads=len(self.kv_heads),
             intermediate_size=len(self.inner),
             vocab_size=len(self.words),
+            experts=tuple(each and self._local_experts(each) for each in experts),
         )
 
     @property
@@ -87,7 +96,8 @@ class Shard:
         """Tells apart what was packed for different shards of one model."""
         num_stages = self.layout.pipeline_parallel_size
         stages = "" if num_stages == 1 else f"in{num_stages}stages"
-        return f"rank{self.rank}of{self.layout.num_ranks}{stages}"
+        experts = "experts" if self._splits_experts else ""
+        return f"rank{self.rank}of{self.layout.num_ranks}{stages}{experts}"
 
     def local_name(self, name: str) -> str | None:
         """What a weight is called in the rank's part, where layers count from 0; None: it is not in it."""
@@ -106,25 +116,47 @@ class Shard:
         find = _CUTS.get(module)
         if find is None:
             return None
-        cut = find(self)
+        cut = self._expert_cut(module) if ".experts." in name else find(self)
         return cut if kind == "weight" or cut.axis == 0 else None
 
     def is_added_elsewhere(self, name: str) -> bool:
         """Whether it is added to a sum over a stage's ranks, once: at place 0, and so not here."""
         return self.place > 0 and name.endswith(_SUMMED_BIASES)
 
+    def holds(self, name: str) -> bool:
+        """Whether a weight has a part here at all: those of other ranks' experts have none."""
+        match = _EXPERT.search(name)
+        return match is None or int(match["expert"]) in self.experts
+
+    @property
+    def _splits_experts(self) -> bool:
+        whole = experts_of(self.whole.experts)
+        return whole is not None and len(self.experts) < whole.num_experts
+
+    def _local_experts(self, whole: ExpertsConfig) -> ExpertsConfig:
+        return replace(whole, intermediate_size=len(self.expert_inner), held=self.experts)
+
+    def _expert_cut(self, module: str) -> Cut:
+        whole = experts_of(self.whole.experts)
+        total = whole.intermediate_size if whole else 0
+        return Cut(1 if module == "down_proj" else 0, self.expert_inner, total)
+
     def _heads(self, heads: range, total: int, axis: int) -> Cut:
         size = self.whole.head_dim
         return Cut(axis, range(heads.start * size, heads.stop * size), total * size)
 
 
-def shard_of(config: ModelConfig, rank: int, layout: RankLayout) -> Shard:
-    """The part of `rank` (from 0) in `layout`. Raises `StartupError` for a model that is too small."""
+def shard_of(config: ModelConfig, rank: int, layout: RankLayout, *, expert_parallel: bool = False) -> Shard:
+    """The part of `rank` (from 0) in `layout`; `expert_parallel` deals out whole experts within a stage.
+
+    Raises `StartupError` for a model that is too small.
+    """
     _require_enough(config, layout)
     if not 0 <= rank < layout.num_ranks:
         raise StartupError(f"there is no rank {rank} among {layout.num_ranks}")
     place, num_places = layout.place_of(rank), layout.tensor_parallel_size
     kv_ranges = kv_head_ranges(config.num_kv_heads, num_places)
+    experts, expert_inner = _expert_ranges(config, place, num_places, expert_parallel=expert_parallel)
     return Shard(
         whole=config,
         rank=rank,
@@ -134,6 +166,8 @@ def shard_of(config: ModelConfig, rank: int, layout: RankLayout) -> Shard:
         kv_heads=kv_ranges[place],
         inner=split(config.intermediate_size, num_places)[place],
         words=split(config.vocab_size, num_places)[place],
+        experts=experts,
+        expert_inner=expert_inner,
     )
 
 
@@ -151,11 +185,32 @@ def _require_enough(config: ModelConfig, layout: RankLayout) -> None:
         (config.intermediate_size, "columns in its MLP"),
         (config.vocab_size, "tokens in its vocabulary"),
     ):
-        if num_places > total:
-            raise StartupError(
-                f"the model has {total} {what}, which {num_places} ranks cannot share: "
-                f"lower the tensor parallel size to {total} or less"
-            )
+        _require(total, what, num_places)
+
+
+def _require(total: int, what: str, num_ranks: int) -> None:
+    if num_ranks > total:
+        raise StartupError(
+            f"the model has {total} {what}, which {num_ranks} ranks cannot share: "
+            f"lower the tensor parallel size to {total} or less"
+        )
+
+
+def _expert_ranges(
+    config: ModelConfig, place: int, num_places: int, *, expert_parallel: bool
+) -> tuple[range, range]:
+    """(Experts, columns of each) of a place."""
+    whole = experts_of(config.experts)
+    if whole is None:
+        if expert_parallel:
+            raise StartupError("the model has no experts to deal out: turn expert_parallel off")
+        return range(0), range(0)
+    total, what = whole.intermediate_size, "columns in each expert"
+    if expert_parallel:
+        total, what = whole.num_experts, "experts"
+    _require(total, what, num_places)
+    mine = split(total, num_places)[place]
+    return (mine, range(whole.intermediate_size)) if expert_parallel else (range(whole.num_experts), mine)
 
 
 def _query_heads(config: ModelConfig, kv_ranges: tuple[range, ...], place: int) -> range:
@@ -180,5 +235,6 @@ _CUTS: Mapping[str, Callable[[Shard], Cut]] = {
     "up_proj": lambda shard: Cut(0, shard.inner, shard.whole.intermediate_size),
     "down_proj": lambda shard: Cut(1, shard.inner, shard.whole.intermediate_size),
 }
+_EXPERT = re.compile(r"\.experts\.(?P<expert>\d+)\.")
 _SUMMED_BIASES = ("o_proj.bias", "down_proj.bias")
 _LAYER = re.compile(r"model\.layers\.(?P<index>\d+)(?=\.)")

@@ -38,6 +38,10 @@ class StoredTensor:
     offset: int
     """Of its first byte, from the start of the file."""
     num_bytes: int
+    stored_as: str = ""
+    """Its name in the file, where that is another."""
+    matrix: tuple[int, int] | None = None
+    """(index, first row): it is a part of a stack of matrices, `stored_as`."""
 
 
 def read_checkpoint(folder: Path) -> tuple[StoredTensor, ...]:

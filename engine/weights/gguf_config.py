@@ -11,7 +11,16 @@ from protocol.errors import StartupError
 
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """Mistral files call themselves llama; the mathematics is the same."""
-SUPPORTED_ARCHITECTURES = tuple(sorted(_CLASSES))
+_CLASSES_WITH_EXPERTS = {"llama": "MixtralForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
+SUPPORTED_ARCHITECTURES = tuple(sorted({**_CLASSES, **_CLASSES_WITH_EXPERTS}))
+_BEYOND = {
+    "expert_shared_count": (0,),
+    "expert_group_count": (0, 1),
+    "expert_weights_scale": (0.0, 1.0),
+    "expert_gating_func": (0, 1),
+    "leading_dense_block_count": (0,),
+}
+"""What changes what experts give, and the values at which it does not; gating 1 is softmax."""
 ROPE_FACTORS_TENSOR = "rope_freqs.weight"
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
@@ -26,7 +35,7 @@ def hf_config(gguf: GgufFile) -> dict[str, Any]:
     if num_heads < 1:
         raise StartupError(f"{gguf.path} says that the model has {num_heads} heads: download it again")
     config = {
-        "architectures": [_CLASSES[gguf.architecture]],
+        "architectures": [_classes(gguf)[gguf.architecture]],
         "model_type": gguf.architecture,
         "dtype": "float32",
         "hidden_act": "silu",
@@ -42,6 +51,7 @@ def hf_config(gguf: GgufFile) -> dict[str, Any]:
         "vocab_size": _vocab_size(gguf),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         **_token_ids(gguf),
+        **_experts(gguf),
     }
     if gguf.architecture != "qwen2":  # its biases are part of the architecture
         config["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
@@ -71,17 +81,50 @@ def _token_ids(gguf: GgufFile) -> dict[str, Any]:
 
 
 def _refuse_unsupported(gguf: GgufFile) -> None:
-    if gguf.architecture not in _CLASSES:
+    if gguf.architecture not in SUPPORTED_ARCHITECTURES:
         raise StartupError(
             f"{gguf.path} holds a model of architecture {gguf.architecture!r}; "
             f"supported in GGUF files: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
-    if gguf.of_architecture("expert_count", 0):
-        raise StartupError(f"{gguf.path} holds a mixture-of-experts model, which is not supported")
+    if gguf.architecture not in _classes(gguf):
+        kind = "with" if has_experts(gguf) else "without"
+        raise StartupError(
+            f"{gguf.path} holds a model of architecture {gguf.architecture!r} {kind} experts, "
+            "which is not supported: get another file"
+        )
+    for key, harmless in _BEYOND.items() if has_experts(gguf) else ():
+        value = gguf.of_architecture(key, harmless[0])
+        if value not in harmless:
+            raise StartupError(
+                f"{gguf.path} holds a mixture of experts with {key} {value!r}, which is not supported: "
+                "get a model with experts as those of Mixtral or Qwen3-MoE"
+            )
     if gguf.of_architecture("attention.sliding_window"):
         raise StartupError(
             f"{gguf.path} holds a model with sliding-window attention, which is not supported"
         )
+
+
+def _classes(gguf: GgufFile) -> dict[str, str]:
+    return _CLASSES_WITH_EXPERTS if has_experts(gguf) else _CLASSES
+
+
+def has_experts(gguf: GgufFile) -> bool:
+    return gguf.count("expert_count", 0) > 0
+
+
+def _experts(gguf: GgufFile) -> dict[str, Any]:
+    """llama.cpp makes the weights of a token's experts add up to 1 in both kinds of model."""
+    if not has_experts(gguf):
+        return {}
+    return {
+        "num_local_experts": gguf.count("expert_count"),
+        "num_experts_per_tok": gguf.count("expert_used_count"),
+        "moe_intermediate_size": gguf.count(
+            "expert_feed_forward_length", gguf.count("feed_forward_length")
+        ),
+        "norm_topk_prob": bool(gguf.of_architecture("expert_weights_norm", True)),
+    }
 
 
 def _head_dim(gguf: GgufFile, default: int) -> int:

@@ -36,8 +36,10 @@ class GgufTensor:
 
     @property
     def num_rows(self) -> int:
-        """Rows are quantised one by one, so they can be moved apart; those of a vector are its elements."""
-        return self.shape[0]
+        """Rows are quantised one by one, so they can be moved apart. Those of a vector are its elements,
+        those of a stack of matrices all of theirs.
+        """
+        return math.prod(self.shape[:-1]) if len(self.shape) > 1 else self.shape[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.weights.gguf_config import ROPE_FACTORS_TENSOR
+from engine.weights.gguf_config import ROPE_FACTORS_TENSOR, has_experts
 from engine.weights.gguf_file import GgufFile, GgufTensor
 from protocol.errors import StartupError
 
@@ -42,8 +42,15 @@ _IN_LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
-_OPTIONAL_IN_LAYER = {"attn_q_norm", "attn_k_norm"}
+_NEEDED_IN_LAYER = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm")
+_MLP = ("ffn_gate", "ffn_up", "ffn_down")
+_EXPERTS = ("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 _LAYER_NAME = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>\w+)\.(?P<kind>weight|bias)")
 _KEPT_KINDS = {0: "F32", 1: "F16", 30: "BF16"}
 _CHUNK_BYTES = 1 << 18
@@ -132,17 +139,25 @@ def _num_interleaved_heads(gguf: GgufFile, name: str) -> int:
 
 
 def _check_complete(gguf: GgufFile) -> None:
-    parts = [part for part in _IN_LAYER if part not in _OPTIONAL_IN_LAYER]
     needed = ["token_embd.weight", "output_norm.weight"]
     for layer in range(
         min(gguf.count("block_count"), len(gguf.tensors) + 1)
     ):  # a corrupt count may be huge
+        parts = (*_NEEDED_IN_LAYER, *_mlp_parts(gguf, layer))
         needed += [f"blk.{layer}.{part}.weight" for part in parts]
     missing = [name for name in needed if name not in gguf.tensors]
     if missing:
         raise StartupError(
             f"{gguf.path} lacks {len(missing)} tensors ({missing[0]!r}, ...): get another file"
         )
+
+
+def _mlp_parts(gguf: GgufFile, layer: int) -> tuple[str, ...]:
+    if not has_experts(gguf):
+        return _MLP
+    if f"blk.{layer}.ffn_gate_up_exps.weight" in gguf.tensors:
+        return ("ffn_gate_inp", "ffn_gate_up_exps", "ffn_down_exps")
+    return _EXPERTS
 
 
 def _check_kinds(gguf: GgufFile) -> None:

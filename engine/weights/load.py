@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from engine.weights.checkpoint import StoredTensor, read_checkpoint
+from engine.weights.experts import one_by_one
 from engine.weights.folder import ModelFolder
 from engine.weights.part import byte_range, part_bytes, read_tensor
 from engine.weights.progress import Progress, tracked
@@ -33,14 +34,16 @@ def load_weights(
     """The model's tensors on the CPU, by Hugging Face name; with `shard` that rank's part of them, where
     layers count from the rank's first.
 
-    A tensor that is stored as `dtype` is a read-only view of the mapped file: workers on one machine
-    share its pages, and it must not be written to. The others are cast, one after the other: threads that
-    map and cast side by side get into each other's way in the kernel, and took up to five times as long.
-    What can be done in parallel is the disk's part, which is asked for all files at once.
+    Experts are named as by `one_by_one`. A tensor that is stored as `dtype` is a read-only view of the
+    mapped file: workers on one machine share its pages, and it must not be written to. The others are cast,
+    one after the other: threads that map and cast side by side get into each other's way in the kernel, and
+    took up to five times as long. What can be done in parallel is the disk's part, which is asked for all
+    files at once.
     The output projection of a model with tied embeddings is left out. Raises `StartupError` that names
     the file and what to do.
     """
-    stored = [tensor for tensor in read_checkpoint(folder.path) if _is_needed(tensor, folder, shard)]
+    found = one_by_one(read_checkpoint(folder.path))
+    stored = [tensor for tensor in found if _is_needed(tensor, folder, shard)]
     _check_types(stored)
     stored.sort(key=lambda tensor: (tensor.file, tensor.offset))  # reads each file from front to back
     for _, in_file in groupby(stored, key=lambda tensor: tensor.file):
@@ -81,7 +84,8 @@ def _read(
 
 
 def _is_needed(tensor: StoredTensor, folder: ModelFolder, shard: Shard | None) -> bool:
-    if tensor.name.endswith(_DERIVED) or (shard and shard.local_name(tensor.name) is None):
+    is_elsewhere = shard and (not shard.holds(tensor.name) or shard.local_name(tensor.name) is None)
+    if tensor.name.endswith(_DERIVED) or is_elsewhere:
         return False
     return not (tensor.name == "lm_head.weight" and folder.config.get("tie_word_embeddings", False))
 

@@ -15,7 +15,7 @@ import mmap
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from protocol.errors import StartupError
 
@@ -34,7 +34,7 @@ Key = Mapping[str, str]
 
 def write_parts(file: Path, key: Key, parts: Iterable[tuple[str, Part]]) -> None:
     """Write the parts one by one, as they come."""
-    from engine.ops import Linear
+    from engine.ops import Linear, LinearStack
 
     entries: dict[str, dict[str, Any]] = {}
     with file.open("wb") as stream:
@@ -44,6 +44,9 @@ def write_parts(file: Path, key: Key, parts: Iterable[tuple[str, Part]]) -> None
                 entries[name] = {"out_features": part.out_features, "weight": _append(stream, part.weight)}
                 if part.bias is not None:
                     entries[name]["bias"] = _append(stream, part.bias)
+            elif isinstance(part, LinearStack):
+                weights = _append(stream, cast("torch.Tensor", part.weights))
+                entries[name] = {"out_features": part.out_features, "weights": weights}
             else:
                 entries[name] = {"weight": _append(stream, part)}
         index = json.dumps({"key": dict(key), "parts": entries}).encode()
@@ -58,21 +61,22 @@ def map_parts(file: Path, key: Key) -> dict[str, Part]:
 
     Raises `StartupError` when the file is not whole, or was made for another key.
     """
-    from engine.ops import Linear
-
     index = _read_index(file)
     if index["key"] != dict(key):
         raise StartupError(f"{file} was made for {index['key']}, not for {dict(key)}")
     area = _map(file)
-    parts: dict[str, Part] = {}
-    for name, entry in index["parts"].items():
-        weight = _view(area, entry["weight"])
-        if "out_features" in entry:
-            bias = _view(area, entry["bias"]) if "bias" in entry else None
-            parts[name] = Linear(weight, bias, entry["out_features"])
-        else:
-            parts[name] = weight
-    return parts
+    return {name: _part(area, entry) for name, entry in index["parts"].items()}
+
+
+def _part(area: mmap.mmap, entry: Mapping[str, Any]) -> Part:
+    from engine.ops import Linear, LinearStack
+
+    if "weights" in entry:
+        return LinearStack(_view(area, entry["weights"]), entry["out_features"])
+    weight = _view(area, entry["weight"])
+    if "out_features" not in entry:
+        return weight
+    return Linear(weight, _view(area, entry["bias"]) if "bias" in entry else None, entry["out_features"])
 
 
 def _append(stream: BinaryIO, tensor: torch.Tensor) -> dict[str, Any]:

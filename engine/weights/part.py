@@ -10,7 +10,7 @@ from protocol.errors import StartupError
 if TYPE_CHECKING:
     import torch
 
-    from engine.parallel import Shard
+    from engine.parallel import Cut, Shard
 
 
 def read_tensor(opened: Any, stored: StoredTensor, shard: Shard | None) -> torch.Tensor:
@@ -19,23 +19,35 @@ def read_tensor(opened: Any, stored: StoredTensor, shard: Shard | None) -> torch
     A view of the mapped file: the bytes of other parts are not read. Raises `StartupError` for a shape
     that config.json does not imply.
     """
-    if shard is None:
-        return _tensor(opened.get_tensor(stored.name))
-    if shard.is_added_elsewhere(stored.name):
+    if shard and shard.is_added_elsewhere(stored.name):
         import torch
 
         return torch.zeros(stored.shape)
-    cut = shard.cut(stored.name)
-    if cut is None:
-        return _tensor(opened.get_tensor(stored.name))
+    name, cut = stored.stored_as or stored.name, shard.cut(stored.name) if shard else None
+    if cut is None and stored.matrix is None:
+        return _tensor(opened.get_tensor(name))
+    return _tensor(opened.get_slice(name)[_places(stored, cut)])
+
+
+def _places(stored: StoredTensor, cut: Cut | None) -> tuple[int | slice, ...]:
+    """Where in what is stored the wanted part lies."""
+    starts, stops = [0] * len(stored.shape), list(stored.shape)
+    if cut:
+        _check(stored, cut)
+        starts[cut.axis], stops[cut.axis] = cut.span.start, cut.span.stop
+    index, first_row = stored.matrix or (None, 0)
+    starts[0] += first_row
+    stops[0] += first_row
+    places = tuple(slice(start, stop) for start, stop in zip(starts, stops, strict=True))
+    return places if index is None else (index, *places)
+
+
+def _check(stored: StoredTensor, cut: Cut) -> None:
     if len(stored.shape) <= cut.axis or stored.shape[cut.axis] != cut.total:
         raise StartupError(
             f"the weight {stored.name!r} is {stored.shape}; config.json implies {cut.total} "
             f"along dimension {cut.axis}"
         )
-    part = slice(cut.span.start, cut.span.stop)
-    whole = opened.get_slice(stored.name)
-    return _tensor(whole[part] if cut.axis == 0 else whole[:, part])
 
 
 def part_bytes(stored: StoredTensor, shard: Shard | None) -> int:

@@ -14,7 +14,7 @@ from engine.plan import Slice, StepPlan
 from protocol.generation import Token
 
 NUM_NEW = 6
-KINDS = ["smollm2", "llama_biased", "qwen2_sliding", "qwen3", "mistral_sliding", "one_kv_head"]
+KINDS = ["smollm2", "llama_biased", "qwen2_sliding", "qwen3", "mistral_sliding", "one_kv_head", "mixtral"]
 DTYPES = [torch.float32, torch.bfloat16]
 
 

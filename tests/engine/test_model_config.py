@@ -10,6 +10,7 @@ import torch
 from tiny_models import KINDS, SMALL, make_reference
 
 from engine.model import ModelConfig, RopeConfig
+from engine.model.experts import ExpertsConfig
 from engine.model.rope import rope_tables
 from protocol.errors import StartupError
 
@@ -91,6 +92,60 @@ def test_qwen3_heads_are_not_a_share_of_the_hidden_size() -> None:
     config = read(architectures=["Qwen3ForCausalLM"])
     assert config.head_dim == 128
     assert config.qk_norm
+
+
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+}
+
+
+def test_mixtral_has_experts_of_the_size_of_its_mlp_in_all_layers() -> None:
+    config = read(**MIXTRAL)
+    assert config.experts == (ExpertsConfig(8, 2, 96, normalizes=True, held=range(8)),) * 4
+    assert (config.rope.theta, config.rms_norm_eps, config.windows) == (1000000.0, 1e-5, (None,) * 4)
+    assert read().experts == (None,) * 4
+
+
+def test_qwen3_moe_has_experts_where_it_is_told() -> None:
+    experts = ExpertsConfig(16, 4, 24, normalizes=False, held=range(16))
+    assert read(**QWEN3_MOE).experts == (experts,) * 4
+    assert read(**QWEN3_MOE, decoder_sparse_step=2).experts == (None, experts, None, experts)
+    assert read(**QWEN3_MOE, mlp_only_layers=[0, 3]).experts == (None, experts, experts, None)
+    assert read(**{**QWEN3_MOE, "num_experts": 0}).experts == (None,) * 4
+    normalising = read(**QWEN3_MOE, norm_topk_prob=True).experts[0]
+    assert normalising is not None
+    assert normalising.normalizes
+
+
+def test_both_names_of_the_number_of_experts_are_read() -> None:
+    old = read(**QWEN3_MOE)
+    new = {**QWEN3_MOE, "num_local_experts": 16}
+    del new["num_experts"]
+    assert read(**new) == old
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({**MIXTRAL, "num_experts_per_tok": 9}, "cannot choose 9 of the model's 8 experts"),
+        ({**MIXTRAL, "num_local_experts": None}, "lacks 'num_local_experts'"),
+        ({**QWEN3_MOE, "moe_intermediate_size": None}, "lacks 'moe_intermediate_size'"),
+        ({**QWEN3_MOE, "scoring_func": "sigmoid"}, "'scoring_func': 'sigmoid'.*of Mixtral or Qwen3-MoE"),
+        ({**QWEN3_MOE, "shared_expert_intermediate_size": 64}, "none that are shared"),
+        ({**QWEN3_MOE, "decoder_sparse_step": 0}, "a number from 1 on"),
+        ({**QWEN3_MOE, "mlp_only_layers": 3}, "a list of layers"),
+        ({"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM.*Qwen3MoeForCausalLM"),
+    ],
+)
+def test_experts_that_cannot_be_run_are_refused_with_a_reason(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(StartupError, match=message):
+        read(**changes)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ SHAPES = {
     "mistral_sliding": {"sliding_window": 150, "max_position_embeddings": 1024},
     "qwen3": {"max_position_embeddings": 1024},
     "multi_head": {"max_position_embeddings": 1024},
+    "mixtral": {"max_position_embeddings": 1024, "num_hidden_layers": 2},
 }
 
 

@@ -197,13 +197,6 @@ def test_unsupported_architecture_lists_the_supported_ones(tmp_path: Path) -> No
     refused(gguf, "'gemma'", "llama, qwen2, qwen3")
 
 
-def test_mixture_of_experts_is_refused(tmp_path: Path) -> None:
-    gguf = write_gguf(
-        tmp_path / "m.gguf", "llama", tensors_of("llama"), more=lambda w: w.add_expert_count(8)
-    )
-    refused(gguf, "mixture-of-experts")
-
-
 def test_missing_and_unknown_tensors_are_refused(tmp_path: Path) -> None:
     tensors = tensors_of("llama")
     extra = {"blk.0.strange.weight": (np.ones((2, 32), np.float32), K.F32)}

@@ -38,6 +38,8 @@ SMALL = {
     "eos_token_id": 2,
 }
 
+QWEN3_MOE = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"hidden_size": 96}),
     "llama_biased": ("Llama", {"hidden_size": 96, "attention_bias": True, "mlp_bias": True}),
@@ -80,6 +82,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_tied": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True, "attention_bias": True}),
     "multi_head": ("Llama", {"hidden_size": 96, "num_key_value_heads": 6}),
     "one_kv_head": ("Llama", {"hidden_size": 96, "num_key_value_heads": 1}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral_sliding": (
+        "Mixtral",
+        {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 21},
+    ),
+    "qwen3_moe": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3_moe_mixed": (
+        "Qwen3Moe",
+        {**QWEN3_MOE, "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 40},
+    ),
 }
 
 
@@ -116,6 +128,20 @@ def make_reference(kind: str, **changes: Any) -> Any:
     return model
 
 
+def checkpoint_of(reference: Any) -> dict[str, torch.Tensor]:
+    """The weights under the names that files have, with the experts apart."""
+    weights = {}
+    for name, weight in reference.state_dict().items():
+        prefix, _, kind = name.rpartition(".")
+        for expert, matrix in enumerate(weight) if prefix.endswith(".experts") else ():
+            kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+            for each, part in zip(kinds, matrix.chunk(len(kinds)), strict=True):
+                weights[f"{prefix}.{expert}.{each}.weight"] = part
+        if not prefix.endswith(".experts"):
+            weights[name] = weight
+    return weights
+
+
 def make_twins(
     kind: str, dtype: torch.dtype = torch.float32, ops: Ops | None = None, **changes: Any
 ) -> Twins:
@@ -127,7 +153,7 @@ def make_twins(
     ops = ops or TorchOps(CPU, dtype)
     model = DecoderModel(
         config,
-        pack_weights(config, reference.state_dict(), ops, CPU, dtype),
+        pack_weights(config, checkpoint_of(reference), ops, CPU, dtype),
         ops,
         device=CPU,
         dtype=dtype,

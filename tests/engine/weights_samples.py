@@ -30,7 +30,9 @@ Quantise = GGMLQuantizationType
 Writes = Callable[[GGUFWriter], None]
 
 
-def tensors_of(arch: str, *, tied: bool = True, seed: int = 0) -> dict[str, torch.Tensor]:
+def tensors_of(
+    arch: str, *, tied: bool = True, seed: int = 0, num_experts: int = 0
+) -> dict[str, torch.Tensor]:
     """Random weights of a one-layer model, in Hugging Face's names."""
     generator = torch.Generator().manual_seed(seed)
     layer = "model.layers.0"
@@ -52,8 +54,15 @@ def tensors_of(arch: str, *, tied: bool = True, seed: int = 0) -> dict[str, torc
             f"{layer}.self_attn.{p}_proj.bias": shapes[f"{layer}.self_attn.{p}_proj.weight"][:1]
             for p in "qkv"
         }
-    if arch == "qwen3":
+    if arch in {"qwen3", "qwen3moe"}:
         shapes |= {f"{layer}.self_attn.{p}_norm.weight": (HEAD_DIM,) for p in "qk"}
+    if num_experts:
+        for kind in ("gate_proj", "up_proj", "down_proj"):
+            shape = shapes.pop(f"{layer}.mlp.{kind}.weight")
+            shapes |= {
+                f"{layer}.mlp.experts.{expert}.{kind}.weight": shape for expert in range(num_experts)
+            }
+        shapes[f"{layer}.mlp.gate.weight"] = (num_experts, HIDDEN)
     if not tied:
         shapes["lm_head.weight"] = (VOCAB, HIDDEN)
     return {name: torch.randn(shape, generator=generator) * 0.05 for name, shape in shapes.items()}
@@ -74,6 +83,7 @@ _GGUF_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
 }
 
 
@@ -83,6 +93,16 @@ def gguf_name(name: str) -> str:
         _, _, layer, part = module.split(".", 3)
         return f"blk.{layer}.{_GGUF_NAMES[part]}.{kind}"
     return f"{_GGUF_NAMES[module]}.{kind}"
+
+
+def stacked_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """llama.cpp's stacks of a one-layer model, by GGUF name."""
+    return {
+        f"blk.0.ffn_{kind}_exps.weight": np.stack(
+            [tensor.numpy() for name, tensor in tensors.items() if name.endswith(f".{kind}_proj.weight")]
+        )
+        for kind in ("gate", "up", "down")
+    }
 
 
 def llama_rows(name: str, weight: np.ndarray) -> np.ndarray:

@@ -58,11 +58,14 @@ def load_rank(
     make_ops: Callable[[], Ops] = torch_ops,
     num_blocks: int = NUM_BLOCKS,
     num_host_blocks: int = 0,
+    expert_parallel: bool = False,
 ) -> Rank:
     """The part that belongs to a rank with these groups; without groups, the whole model."""
     config = ModelConfig.from_hf(folder.config)
     ops = make_ops()
-    shard = shard_of(config, groups.rank, groups.layout) if groups else None
+    shard = None
+    if groups:
+        shard = shard_of(config, groups.rank, groups.layout, expert_parallel=expert_parallel)
     dtype = torch.float32
     weights = load_packed(folder, config, ops, device=CPU, dtype=dtype, cache_dir=cache_dir, shard=shard)
     model = DecoderModel(

@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "draw.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "linear.h"
 
 using namespace splitserve;
@@ -32,7 +33,9 @@ EXPORT void splitserve_attention(Pool* pool, int32_t dtype, const AttentionArgs*
 EXPORT void splitserve_rms_norm(Pool* pool, int32_t dtype, const NormArgs* a) { BY_DTYPE(rms_norm, *pool, *a); }
 EXPORT void splitserve_rope(Pool* pool, int32_t dtype, const RopeArgs* a) { BY_DTYPE(rope, *pool, *a); }
 EXPORT void splitserve_write_kv(Pool* pool, int32_t dtype, const WriteArgs* a) { BY_DTYPE(write_kv, *pool, *a); }
+EXPORT void splitserve_experts(Pool* pool, int32_t dtype, const ExpertsArgs* a) { BY_DTYPE(experts, *pool, *a); }
 
+EXPORT void splitserve_route(Pool* pool, int32_t, const RouteArgs* a) { route(*pool, *a); }
 EXPORT void splitserve_draw(Pool* pool, int32_t, const DrawArgs* a) { draw(*pool, *a); }
 
 // Makes calls again that were made before, one after the other: a step costs Python a call, not hundreds.

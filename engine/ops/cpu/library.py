@@ -52,6 +52,8 @@ class Library:
         self.rms_norm = self._call("rms_norm", "@4P8qf")
         self.rope = self._call("rope", "@3P6q")
         self.write_kv = self._call("write_kv", "@5P9q")
+        self.route = self._call("route", "@3P3qi")
+        self.experts = self._call("experts", "@6P7q")
         self.draw = self._call("draw", "@3P3q")
         self.pack = self._call("pack", "@2P3qP")
 

@@ -6,8 +6,9 @@ that `engine.ops.port` promises holds for any number of rows and threads, in flo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,15 @@ from engine.ops.cpu.build import build
 from engine.ops.cpu.instruction_sets import usable
 from engine.ops.cpu.library import Epilogue, Library
 from engine.ops.cpu.memory import zeros
-from engine.ops.port import BatchLayout, Linear, Recording, StepAttention
+from engine.ops.port import (
+    BatchLayout,
+    Linear,
+    LinearStack,
+    Matrices,
+    Recording,
+    Routing,
+    StepAttention,
+)
 from protocol.errors import StartupError
 from protocol.generation import SamplingParams
 
@@ -40,6 +49,7 @@ class CpuOps:
     """Implements `Ops` for tensors of one dtype on the CPU. Used by one thread at a time."""
 
     row_multiple = 1
+    experts_wait = False
 
     def __init__(self, library: Library, dtype: torch.dtype) -> None:
         self.name = f"C++ {library.instruction_set}"
@@ -86,11 +96,53 @@ class CpuOps:
     def pack_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return self._pack(list(weight.chunk(2)), [] if bias is None else list(bias.chunk(2)))
 
+    def pack_gate_ups(self, matrices: Matrices, count: int) -> LinearStack:
+        return _stack((self.pack_gate_up(matrix, None) for matrix in matrices), count)
+
+    def pack_downs(self, matrices: Matrices, count: int) -> LinearStack:
+        return _stack((self.pack(matrix, None) for matrix in matrices), count)
+
     def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         return self._multiply(x, linear, Epilogue.STORE, self._torch_dtype)
 
     def gated(self, x: torch.Tensor, gate_up: Linear) -> torch.Tensor:
         return self._multiply(x, gate_up, Epilogue.GATE, self._torch_dtype)
+
+    def route(self, logits: torch.Tensor, num_chosen: int, *, normalizes: bool) -> Routing:
+        shape = (len(logits), num_chosen)
+        experts = self._library.empty(shape, torch.int64)
+        weights = self._library.empty(shape, torch.float32)
+        self._library.route(
+            0,
+            logits.data_ptr(),
+            experts.data_ptr(),
+            weights.data_ptr(),
+            *logits.shape,
+            num_chosen,
+            normalizes,
+        )
+        return Routing(experts, weights)
+
+    def experts(
+        self, x: torch.Tensor, routing: Routing, gate_up: LinearStack, down: LinearStack, first: int = 0
+    ) -> torch.Tensor:
+        out = self._library.empty(tuple(x.shape), x.dtype)
+        self._library.experts(
+            self._dtype,
+            x.data_ptr(),
+            routing.experts.data_ptr(),
+            routing.weights.data_ptr(),
+            _memory(gate_up).data_ptr(),
+            _memory(down).data_ptr(),
+            out.data_ptr(),
+            *routing.experts.shape,
+            first,
+            len(down),
+            down.out_features,
+            gate_up.out_features,
+            x.stride(0),
+        )
+        return out
 
     def logits(self, x: torch.Tensor, head: Linear) -> torch.Tensor:
         return self._multiply(x, head, Epilogue.FLOAT32, torch.float32)
@@ -228,3 +280,20 @@ def _pack_biases(biases: list[torch.Tensor], num_panels: int, width: int) -> tor
     for row, bias in zip(padded, biases, strict=True):
         row[: len(bias)] = bias
     return padded.view(len(biases), num_panels, width).transpose(0, 1).contiguous()
+
+
+def _stack(linears: Iterable[Linear], count: int) -> LinearStack:
+    """One by one into one piece of memory: [count, panels, steps, columns, depth]."""
+    stack: torch.Tensor | None = None
+    for index, linear in enumerate(linears):
+        if stack is None:
+            stack = zeros((count, *linear.weight.shape), linear.weight.dtype)
+        stack[index] = linear.weight
+        out_features = linear.out_features
+    if stack is None:
+        raise ValueError("there are no experts to stack")
+    return LinearStack(stack, out_features)
+
+
+def _memory(stack: LinearStack) -> torch.Tensor:
+    return cast(torch.Tensor, stack.weights)

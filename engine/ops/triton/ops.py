@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.ops.port import BatchLayout, Linear
+from engine.ops.experts import choose_experts, stack, sum_by_expert
+from engine.ops.port import BatchLayout, Linear, LinearStack, Matrices, Routing
 from engine.ops.triton import launch
 from engine.ops.triton.attention import TritonAttention
+from engine.ops.triton.experts import group_downs, group_gate_ups, sum_grouped
 from engine.ops.triton.tuning import Tuning
 
 
@@ -20,6 +22,7 @@ class TritonOps:
 
     def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning
+        self.experts_wait = not tuning.groups_experts
 
     @classmethod
     def create(cls, *, dtype: torch.dtype, head_dim: int) -> TritonOps:
@@ -35,6 +38,16 @@ class TritonOps:
     def pack_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return self.pack(weight, bias)
 
+    def pack_gate_ups(self, matrices: Matrices, count: int) -> LinearStack:
+        if self._tuning.groups_experts:
+            return group_gate_ups(matrices, count)
+        return stack([self.pack_gate_up(matrix, None) for matrix in matrices])
+
+    def pack_downs(self, matrices: Matrices, count: int) -> LinearStack:
+        if self._tuning.groups_experts:
+            return group_downs(matrices, count)
+        return stack([self.pack(matrix, None) for matrix in matrices])
+
     def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         return F.linear(x, linear.weight, linear.bias)
 
@@ -46,6 +59,16 @@ class TritonOps:
         output = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         launch.multiply_by_gate(output, gate_up)
         return output
+
+    def route(self, logits: torch.Tensor, num_chosen: int, *, normalizes: bool) -> Routing:
+        return choose_experts(logits, num_chosen, normalizes=normalizes)
+
+    def experts(
+        self, x: torch.Tensor, routing: Routing, gate_up: LinearStack, down: LinearStack, first: int = 0
+    ) -> torch.Tensor:
+        if self._tuning.groups_experts:
+            return sum_grouped(self.multiply_gate, x, routing, gate_up, down, first=first)
+        return sum_by_expert(self, x, routing, gate_up, down, first=first)
 
     def logits(self, x: torch.Tensor, head: Linear) -> torch.Tensor:
         if x.dtype is torch.float32:

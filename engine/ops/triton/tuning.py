@@ -43,6 +43,8 @@ class Tuning:
     decode: Tile
     prefill: Tile
     num_multiprocessors: int
+    groups_experts: bool = False
+    """Whether torch multiplies many experts' rows at once without asking the host how many they are."""
 
     @classmethod
     def for_device(cls, dtype: torch.dtype, head_dim: int) -> Tuning:
@@ -54,7 +56,7 @@ class Tuning:
         target, properties = _current_gpu()
         tiles = _AMD if target.backend == "hip" else _NVIDIA
         decode, prefill = tiles[dtype.itemsize][padded(head_dim, 64)]
-        return cls(decode, prefill, properties["multiprocessor_count"])
+        return cls(decode, prefill, properties["multiprocessor_count"], _groups_experts(target, dtype))
 
     def num_splits(self, num_programs: int) -> int:
         """Parts per sequence for so many pairs of sequence and KV head: enough to fill the GPU.
@@ -63,6 +65,11 @@ class Tuning:
         """
         wanted = 4 * self.num_multiprocessors // max(num_programs, 1)
         return min(padded(wanted + 1) // 2, MAX_SPLITS) if wanted else 1
+
+
+def _groups_experts(target: Any, dtype: torch.dtype) -> bool:
+    """Of torch 2.13: bfloat16 on compute capability 9 and 10. For others it waits for the device."""
+    return target.backend == "cuda" and target.arch // 10 in {9, 10} and dtype is torch.bfloat16
 
 
 def _current_gpu() -> tuple[Any, dict[str, int]]:
