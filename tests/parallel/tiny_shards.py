@@ -56,6 +56,7 @@ def load_rank(
     cache_dir: Path,
     *,
     make_ops: Callable[[], Ops] = torch_ops,
+    dtype: torch.dtype = torch.float32,
     num_blocks: int = NUM_BLOCKS,
     num_host_blocks: int = 0,
     expert_parallel: bool = False,
@@ -66,7 +67,6 @@ def load_rank(
     shard = None
     if groups:
         shard = shard_of(config, groups.rank, groups.layout, expert_parallel=expert_parallel)
-    dtype = torch.float32
     weights = load_packed(folder, config, ops, device=CPU, dtype=dtype, cache_dir=cache_dir, shard=shard)
     model = DecoderModel(
         shard.local if shard else config,
