@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 
 from kv_transfer.faults import FaultKind
 from kv_transfer.memory import MemoryKind, PoolMemory
-from kv_transfer.peers import num_read_bytes
+from kv_transfer.spans import Spans, merged, place_of_byte, span_bytes, whole_block
 from protocol.errors import StartupError, TransferFailed
 from protocol.faults import Fault, FaultPlan
-from protocol.handoff import TransportEndpoint
+from protocol.handoff import Span, TransportEndpoint
 from protocol.ids import BlockId
 from protocol.ports import Clock, FetchHandle, FetchStatus, KvTransport
 
@@ -43,18 +43,22 @@ class FaultyTransport:
         self._clock = clock
         self._num_pending: Counter[str] = Counter()
         self._broken_agents: set[str] = set()
+        self._spans: dict[str, Spans] = {}
 
     @property
     def endpoint(self) -> TransportEndpoint:
         return self._transport.endpoint
 
-    def connect(self, peer: TransportEndpoint) -> None:
-        self._transport.connect(peer)
+    def connect(self, peer: TransportEndpoint, spans: Sequence[Span] | None = None) -> None:
+        self._transport.connect(peer, spans)
+        whole = whole_block(self._memory.block_bytes)
+        self._spans[peer.agent] = whole if spans is None else merged(spans)
 
     def disconnect(self, agent: str) -> None:
         self._check_idle(agent)
         self._transport.disconnect(agent)
         self._broken_agents.discard(agent)
+        self._spans.pop(agent, None)
 
     def fetch(
         self, agent: str, remote_blocks: Sequence[BlockId], local_blocks: Sequence[BlockId]
@@ -86,10 +90,10 @@ class FaultyTransport:
             if fault.kind is FaultKind.DISCONNECT:
                 self._broken_agents.add(agent)
             if fault.kind is FaultKind.BIT_FLIP and local:
-                self._flip_a_bit(local)
+                self._flip_a_bit(agent, local)
 
         fetch = FaultyFetch(
-            num_read_bytes(local, self._memory.description),
+            len(local) * span_bytes(self._spans.get(agent, ())),
             start,
             end,
             is_held=self._is_held(fault),
@@ -107,10 +111,11 @@ class FaultyTransport:
             return lambda: self._clock() < until_s
         return lambda: False
 
-    def _flip_a_bit(self, blocks: Sequence[BlockId]) -> None:
+    def _flip_a_bit(self, agent: str, blocks: Sequence[BlockId]) -> None:
+        """One of those that were read."""
         view = self._memory.block_view(blocks[self._plan.pick(len(blocks))])
-        bit = self._plan.pick(8 * len(view))
-        view[bit // 8] ^= 1 << bit % 8
+        bit = self._plan.pick(8 * span_bytes(self._spans[agent]))
+        view[place_of_byte(bit // 8, self._spans[agent])] ^= 1 << bit % 8
 
     def _check_idle(self, agent: str) -> None:
         if self._num_pending[agent]:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_transfer.memory import MemoryKind, PoolMemory
-from kv_transfer.peers import PeerTable, num_read_bytes
+from kv_transfer.peers import PeerTable
+from kv_transfer.spans import Spans
 from protocol.errors import StartupError, TransferFailed
-from protocol.handoff import TransportEndpoint
+from protocol.handoff import Span, TransportEndpoint
 from protocol.ids import BlockId
 from protocol.ports import FetchHandle, FetchStatus
 
@@ -63,15 +64,16 @@ class LoopbackTransport:
     def endpoint(self) -> TransportEndpoint:
         return self._endpoint
 
-    def connect(self, peer: TransportEndpoint) -> None:
-        if self._peers.is_connected(peer):
+    def connect(self, peer: TransportEndpoint, spans: Sequence[Span] | None = None) -> None:
+        connection = self._peers.connection(peer, spans)
+        if self._peers.has(connection):
             return
         if peer.metadata != peer.agent.encode():
             raise TransferFailed(f"the metadata of {peer.agent} is garbled")
         pool = self._network.pool(peer.agent)
         if pool is None or pool.description != peer.pool:
             raise TransferFailed(f"no agent {peer.agent} with {peer.pool} is on this loopback network")
-        self._peers.add(peer)
+        self._peers.add(connection)
 
     def disconnect(self, agent: str) -> None:
         self._peers.remove(agent)
@@ -79,9 +81,10 @@ class LoopbackTransport:
     def fetch(
         self, agent: str, remote_blocks: Sequence[BlockId], local_blocks: Sequence[BlockId]
     ) -> FetchHandle:
-        self._peers.check_read(agent, remote_blocks, local_blocks)
+        connection = self._peers.check_read(agent, remote_blocks, local_blocks)
         self._peers.begin_read(agent)
-        read = _Read(agent, tuple(remote_blocks), tuple(local_blocks))
+        num_bytes = connection.num_bytes(local_blocks)
+        read = _Read(agent, tuple(remote_blocks), tuple(local_blocks), connection.spans, num_bytes)
         return LoopbackFetch(read, self._memory, self._network, self._peers)
 
     def close(self) -> None:
@@ -94,6 +97,8 @@ class _Read:
     agent: str
     remote_blocks: tuple[BlockId, ...]
     local_blocks: tuple[BlockId, ...]
+    spans: Spans
+    num_bytes: int
 
 
 class LoopbackFetch:
@@ -108,7 +113,7 @@ class LoopbackFetch:
 
     @property
     def num_bytes(self) -> int:
-        return num_read_bytes(self._read.local_blocks, self._local.description)
+        return self._read.num_bytes
 
     def poll(self) -> FetchStatus:
         if self._status is FetchStatus.PENDING:
@@ -126,7 +131,7 @@ class LoopbackFetch:
         if remote is None:
             return FetchStatus.FAILED
         for theirs, mine in zip(self._read.remote_blocks, self._read.local_blocks, strict=True):
-            ctypes.memmove(
-                self._local.block_address(mine), remote.block_address(theirs), remote.block_bytes
-            )
+            target, source = self._local.block_address(mine), remote.block_address(theirs)
+            for span in self._read.spans:
+                ctypes.memmove(target + span.my_offset, source + span.their_offset, span.num_bytes)
         return FetchStatus.DONE

@@ -1,7 +1,7 @@
 """How do KV blocks move between workers? NIXL over UCX: RDMA, NVLink, shared memory or TCP, as found.
 
-The whole pool is registered once and described once, per side, as one strided list; a read names its
-blocks by index. Three properties of NIXL 1.5 shape this file:
+The whole pool is registered once. Each span of its blocks is described once, per side, as one strided
+list; a read names blocks and spans by index. Three properties of NIXL 1.5 shape this file:
 
 - Connections are made by the target's progress thread, and over TCP that thread also serves the reads:
   a pool without one cannot be read. The stock Python agent spins a core for it, because it fixes the
@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kv_transfer.memory import PoolMemory
-from kv_transfer.nixl_agent import NixlAgent
+from kv_transfer.nixl_agent import NixlAgent, PreparedPeer
 from kv_transfer.nixl_metadata import NixlMetadata
-from kv_transfer.peers import PeerTable, num_read_bytes
+from kv_transfer.peers import PeerTable
 from protocol.errors import StartupError, TransferFailed
-from protocol.handoff import TransportEndpoint
+from protocol.handoff import Span, TransportEndpoint
 from protocol.ids import BlockId
 from protocol.ports import FetchHandle, FetchStatus
 
@@ -108,22 +108,23 @@ class NixlTransport:
             ) from error
         self._endpoint = TransportEndpoint(NIXL, agent, memory.description, metadata)
         self._peers = PeerTable(self._endpoint)
-        self._remote_lists: dict[str, int] = {}
+        self._prepared: dict[str, PreparedPeer] = {}
 
     @property
     def endpoint(self) -> TransportEndpoint:
         return self._endpoint
 
-    def connect(self, peer: TransportEndpoint) -> None:
-        if self._peers.is_connected(peer):
+    def connect(self, peer: TransportEndpoint, spans: Sequence[Span] | None = None) -> None:
+        connection = self._peers.connection(peer, spans)
+        if self._peers.has(connection):
             return
         try:
             metadata = NixlMetadata.from_bytes(peer.metadata)
         except ValueError as error:
             raise TransferFailed(f"the metadata of {peer.agent} is garbled: {error}") from error
         with self._library.translated(f"connect to {peer.agent}"):
-            self._remote_lists[peer.agent] = self._agent.add_peer(peer, metadata)
-        self._peers.add(peer)
+            self._prepared[peer.agent] = self._agent.add_peer(connection, metadata)
+        self._peers.add(connection)
 
     def disconnect(self, agent: str) -> None:
         if self._peers.remove(agent):
@@ -132,12 +133,12 @@ class NixlTransport:
     def fetch(
         self, agent: str, remote_blocks: Sequence[BlockId], local_blocks: Sequence[BlockId]
     ) -> FetchHandle:
-        self._peers.check_read(agent, remote_blocks, local_blocks)
-        num_bytes = num_read_bytes(local_blocks, self._memory.description)
+        connection = self._peers.check_read(agent, remote_blocks, local_blocks)
         if not local_blocks:  # NIXL knows no empty read
             return EmptyFetch()
         with self._library.translated(f"prepare a read from {agent}"):
-            handle = self._agent.make_read(self._remote_lists[agent], remote_blocks, local_blocks)
+            handle = self._agent.make_read(self._prepared[agent], remote_blocks, local_blocks)
+        num_bytes = connection.num_bytes(local_blocks)
         return NixlFetch(
             self._library, self._agent, handle, name=agent, num_bytes=num_bytes, peers=self._peers
         )
@@ -151,7 +152,7 @@ class NixlTransport:
 
     def _forget(self, agent: str) -> None:
         with self._library.translated(f"disconnect from {agent}"):
-            self._agent.remove_peer(agent, self._remote_lists.pop(agent))
+            self._agent.remove_peer(agent, self._prepared.pop(agent))
 
 
 class EmptyFetch:

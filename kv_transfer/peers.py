@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from kv_transfer.memory import check_blocks
+from kv_transfer.spans import Spans, check_spans, merged, span_bytes, whole_block
 from protocol.errors import LayoutMismatch, TransferFailed
-from protocol.handoff import PoolDescription, TransportEndpoint
+from protocol.handoff import Span, TransportEndpoint
 from protocol.ids import BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A peer, and what of its blocks is read."""
+
+    peer: TransportEndpoint
+    """This rank alone, without the others of its worker."""
+    spans: Spans
+
+    def num_bytes(self, blocks: Sequence[BlockId]) -> int:
+        """Bytes that a read of `blocks` moves."""
+        return len(blocks) * span_bytes(self.spans)
 
 
 class PeerTable:
@@ -15,29 +30,35 @@ class PeerTable:
 
     def __init__(self, mine: TransportEndpoint) -> None:
         self._mine = mine
-        self._peers: dict[str, TransportEndpoint] = {}
+        self._peers: dict[str, Connection] = {}
         self._num_pending: dict[str, int] = {}
         self._is_closed = False
 
-    def is_connected(self, peer: TransportEndpoint) -> bool:
-        """Whether `peer` needs nothing more; raises if it cannot be connected at all.
+    def connection(self, peer: TransportEndpoint, spans: Sequence[Span] | None) -> Connection:
+        """What a transport is asked for with `KvTransport.connect`, checked, and not yet made.
 
-        `LayoutMismatch`: another kind of transport or other blocks. `TransferFailed`: this very agent,
-        or the name of another one that is still connected.
+        `LayoutMismatch`: another kind of transport, other blocks, or spans beyond them. `TransferFailed`:
+        this very agent, or the name of one that is connected and is another, or with other spans.
         """
         if self._is_closed:
             raise TransferFailed(f"the transport of {self._mine.agent} is closed")
-        self._check_layout(peer)
+        connection = Connection(replace(peer, others=()), self._spans_of(peer, spans))
         if peer.agent == self._mine.agent:
             raise TransferFailed(f"agent {peer.agent} cannot read from itself")
         known = self._peers.get(peer.agent)
-        if known is not None and known != peer:
+        if known is not None and known.peer != connection.peer:
             raise TransferFailed(f"agent name {peer.agent} is used twice: names are never used again")
-        return known is not None
+        if known is not None and known.spans != connection.spans:
+            raise TransferFailed(f"{peer.agent} is connected with other spans: disconnect it first")
+        return connection
 
-    def add(self, peer: TransportEndpoint) -> None:
-        self._peers[peer.agent] = peer
-        self._num_pending[peer.agent] = 0
+    def has(self, connection: Connection) -> bool:
+        """Whether it is made already."""
+        return self._peers.get(connection.peer.agent) == connection
+
+    def add(self, connection: Connection) -> None:
+        self._peers[connection.peer.agent] = connection
+        self._num_pending[connection.peer.agent] = 0
 
     def remove(self, agent: str) -> bool:
         """True when the peer was connected. Raises `TransferFailed` while reads from it are pending."""
@@ -61,15 +82,16 @@ class PeerTable:
             self.remove(agent)
         return agents
 
-    def check_read(self, agent: str, remote: Sequence[BlockId], local: Sequence[BlockId]) -> None:
+    def check_read(self, agent: str, remote: Sequence[BlockId], local: Sequence[BlockId]) -> Connection:
         """Raise `TransferFailed` unless the peer is connected and all blocks are in bounds."""
-        peer = self._peers.get(agent)
-        if peer is None:
+        connection = self._peers.get(agent)
+        if connection is None:
             raise TransferFailed(f"no connected peer is called {agent}")
         try:
-            check_blocks(remote, peer.pool, local, self._mine.pool)
+            check_blocks(remote, connection.peer.pool, local, self._mine.pool)
         except ValueError as error:
             raise TransferFailed(f"cannot read from {agent}: {error}") from error
+        return connection
 
     def begin_read(self, agent: str) -> None:
         self._num_pending[agent] += 1
@@ -77,20 +99,28 @@ class PeerTable:
     def end_read(self, agent: str) -> None:
         self._num_pending[agent] -= 1
 
-    def _check_layout(self, peer: TransportEndpoint) -> None:
+    def _spans_of(self, peer: TransportEndpoint, spans: Sequence[Span] | None) -> Spans:
         mine = self._mine
         if peer.transport != mine.transport:
             raise LayoutMismatch(
                 f"KV moves by {mine.transport!r} here ({mine.agent}) and by {peer.transport!r} there "
                 f"({peer.agent}): set the same transport on both"
             )
+        if spans is not None:
+            return _checked(merged(spans), peer, mine)
         if peer.pool.block_bytes != mine.pool.block_bytes:
             raise LayoutMismatch(
                 f"a block has {mine.pool.block_bytes} bytes here ({mine.agent}: {mine.pool}) and "
                 f"{peer.pool.block_bytes} there ({peer.agent}: {peer.pool})"
             )
+        return whole_block(mine.pool.block_bytes)
 
 
-def num_read_bytes(blocks: Sequence[BlockId], pool: PoolDescription) -> int:
-    """Bytes that a read of `blocks` moves."""
-    return len(blocks) * pool.block_bytes
+def _checked(spans: Spans, peer: TransportEndpoint, mine: TransportEndpoint) -> Spans:
+    try:
+        check_spans(spans, their_block_bytes=peer.pool.block_bytes, my_block_bytes=mine.pool.block_bytes)
+    except ValueError as error:
+        raise LayoutMismatch(
+            f"the spans that {mine.agent} would read of blocks of {peer.agent} are wrong: {error}"
+        ) from error
+    return spans

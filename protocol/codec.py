@@ -208,6 +208,7 @@ def fingerprint_to_wire(fingerprint: Fingerprint) -> pb.Fingerprint:
         block_size=fingerprint.block_size,
         kv_layout=fingerprint.kv_layout,
         tensor_parallel_size=fingerprint.tensor_parallel_size,
+        pipeline_parallel_size=fingerprint.pipeline_parallel_size,
         wire_version=fingerprint.wire_version,
     )
 
@@ -224,6 +225,7 @@ def fingerprint_from_wire(wire: pb.Fingerprint) -> Fingerprint:
         block_size=wire.block_size,
         kv_layout=wire.kv_layout,
         tensor_parallel_size=wire.tensor_parallel_size,
+        pipeline_parallel_size=wire.pipeline_parallel_size,
         wire_version=wire.wire_version,
     )
 
@@ -318,6 +320,7 @@ def endpoint_to_wire(endpoint: TransportEndpoint) -> pb.TransportEndpoint:
         agent=endpoint.agent,
         pool=pb.PoolDescription(num_blocks=endpoint.pool.num_blocks, block_bytes=endpoint.pool.block_bytes),
         metadata=endpoint.metadata,
+        others=[endpoint_to_wire(other) for other in endpoint.others],
     )
 
 
@@ -327,4 +330,5 @@ def endpoint_from_wire(wire: pb.TransportEndpoint) -> TransportEndpoint:
         agent=wire.agent,
         pool=PoolDescription(wire.pool.num_blocks, wire.pool.block_bytes),
         metadata=wire.metadata,
+        others=tuple(endpoint_from_wire(other) for other in wire.others),
     )

@@ -14,10 +14,11 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from protocol.ids import BlockId, TicketId, WorkerIdentity
+from protocol.rank_layout import RankLayout
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """Raised with every change of meaning on the wire. History: 1 = first, 2 = several choices a request,
-3 = the ticket goes out before the prefill is done."""
+3 = the ticket goes out before the prefill is done, 4 = workers may have several ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,19 @@ class Fingerprint:
     dtype: str
     kv_dtype: str
     num_layers: int
+    """Of the whole model, as `num_kv_heads`: what each rank holds follows from the two sizes."""
     num_kv_heads: int
     head_dim: int
     block_size: int
     kv_layout: str = "block,layer,kv,head,token,dim"
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     wire_version: int = WIRE_VERSION
+
+    @property
+    def rank_layout(self) -> RankLayout:
+        """How the model is dealt out to the worker's ranks."""
+        return RankLayout(self.tensor_parallel_size, self.pipeline_parallel_size)
 
     def differences(self, other: Fingerprint) -> list[str]:
         """One line per field that differs, with both values; empty when compatible."""
@@ -111,7 +119,17 @@ class PoolDescription:
     """One rank's registered KV pool, as its transport peers need to know it."""
 
     num_blocks: int
+    """Equal on all ranks of a worker."""
     block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes that are neighbours in a block of the owner and in one of the reader's."""
+
+    their_offset: int
+    my_offset: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +142,5 @@ class TransportEndpoint:
     """Never reused: it carries the worker's incarnation."""
     pool: PoolDescription
     metadata: bytes
+    others: tuple[TransportEndpoint, ...] = ()
+    """Of rank 0: the endpoints of the worker's other ranks, in their order."""

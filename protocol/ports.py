@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 
-from protocol.handoff import Fingerprint, TransportEndpoint
+from protocol.handoff import Fingerprint, Span, TransportEndpoint
 from protocol.ids import BlockId, WorkerIdentity
 from protocol.membership import WorkerRecord
 
@@ -47,8 +47,13 @@ class KvTransport(Protocol):
     def endpoint(self) -> TransportEndpoint:
         """What a reader needs to reach this pool."""
 
-    def connect(self, peer: TransportEndpoint) -> None:
-        """Prepare reads from `peer`. Idempotent. Raises `LayoutMismatch` or `TransferFailed`."""
+    def connect(self, peer: TransportEndpoint, spans: Sequence[Span] | None = None) -> None:
+        """Prepare reads from `peer`. Idempotent. Raises `LayoutMismatch` or `TransferFailed`.
+
+        `spans` are what every block that is read from this peer consists of: all other bytes stay as they
+        are, and the two sides' blocks may differ in size. None: whole blocks, of equal size. A peer must
+        be disconnected before it is connected with other spans. `peer.others` is not looked at.
+        """
 
     def disconnect(self, agent: str) -> None:
         """Forget a peer by its agent name. Idempotent; no read from it may be pending."""

@@ -28,7 +28,6 @@ def pairing_of(fingerprint: Fingerprint) -> Pairing:
         fingerprint.num_kv_heads,
         fingerprint.head_dim,
         fingerprint.kv_layout,
-        fingerprint.tensor_parallel_size,
         fingerprint.wire_version,
     )
 

@@ -376,6 +376,7 @@ class Fingerprint(_message.Message):
     KV_LAYOUT_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     WIRE_VERSION_FIELD_NUMBER: _builtins.int
+    PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     revision: _builtins.str
     dtype: _builtins.str
@@ -387,6 +388,7 @@ class Fingerprint(_message.Message):
     kv_layout: _builtins.str
     tensor_parallel_size: _builtins.int
     wire_version: _builtins.int
+    pipeline_parallel_size: _builtins.int
     def __init__(
         self,
         *,
@@ -401,10 +403,11 @@ class Fingerprint(_message.Message):
         kv_layout: _builtins.str = ...,
         tensor_parallel_size: _builtins.int = ...,
         wire_version: _builtins.int = ...,
+        pipeline_parallel_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "kv_dtype", b"kv_dtype", "kv_layout", b"kv_layout", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "revision", b"revision", "tensor_parallel_size", b"tensor_parallel_size", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "kv_dtype", b"kv_dtype", "kv_layout", b"kv_layout", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "pipeline_parallel_size", b"pipeline_parallel_size", "revision", b"revision", "tensor_parallel_size", b"tensor_parallel_size", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -876,11 +879,16 @@ class TransportEndpoint(_message.Message):
     AGENT_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     agent: _builtins.str
     metadata: _builtins.bytes
     @_builtins.property
     def pool(self) -> Global___PoolDescription: ...
+    @_builtins.property
+    def others(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportEndpoint]:
+        """of rank 0: those of the other ranks, in their order"""
+
     def __init__(
         self,
         *,
@@ -888,10 +896,11 @@ class TransportEndpoint(_message.Message):
         agent: _builtins.str = ...,
         pool: Global___PoolDescription | None = ...,
         metadata: _builtins.bytes = ...,
+        others: _abc.Iterable[Global___TransportEndpoint] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "metadata", b"metadata", "pool", b"pool", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "metadata", b"metadata", "others", b"others", "pool", b"pool", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,11 +22,14 @@ MINE = Fingerprint(
 )
 
 
+MAY_DIFFER = {"block_size", "tensor_parallel_size", "pipeline_parallel_size"}
+
+
 def test_equal_fingerprints_are_compatible() -> None:
     check_compatible(MINE, replace(MINE))
 
 
-@pytest.mark.parametrize("name", [f.name for f in fields(Fingerprint) if f.name != "block_size"])
+@pytest.mark.parametrize("name", [f.name for f in fields(Fingerprint) if f.name not in MAY_DIFFER])
 def test_a_difference_is_a_mismatch_that_shows_the_field_and_both_sides(name: str) -> None:
     value = getattr(MINE, name)
     theirs = replace(MINE, **{name: value + 1 if isinstance(value, int) else f"other-{value}"})
@@ -40,6 +43,13 @@ def test_block_size_and_number_type_may_differ_both_ways(
     block_size: int, dtype: str, kv_dtype: str
 ) -> None:
     theirs = replace(MINE, block_size=block_size, dtype=dtype, kv_dtype=kv_dtype)
+    check_compatible(MINE, theirs)
+    check_compatible(theirs, MINE)
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_the_number_of_ranks_may_differ_both_ways(name: str) -> None:
+    theirs = replace(MINE, **{name: 4})
     check_compatible(MINE, theirs)
     check_compatible(theirs, MINE)
 

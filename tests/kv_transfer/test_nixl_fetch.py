@@ -45,7 +45,7 @@ def endpoint() -> TransportEndpoint:
 
 def start(agent: Any) -> tuple[NixlFetch, PeerTable]:
     peers, owner = PeerTable(endpoint()), endpoint()
-    peers.add(owner)
+    peers.add(peers.connection(owner, None))
     library = NixlLibrary(bindings=None, errors=(OSError,))
     return NixlFetch(library, agent, 7, name=owner.agent, num_bytes=64, peers=peers), peers
 

@@ -20,6 +20,7 @@ from transport_kit import (
 from kv_transfer import FaultyTransport, PoolMemory
 from protocol.errors import LayoutMismatch, TransferFailed
 from protocol.faults import FaultPlan
+from protocol.handoff import Span
 from protocol.ports import FetchStatus, KvTransport
 
 NUM_BLOCKS = 12
@@ -270,3 +271,97 @@ def test_the_endpoint_describes_the_pool_and_stays_the_same(pair: Pair) -> None:
     assert endpoint == pair.owner.endpoint
     assert endpoint.transport == pair.wire.kind
     assert (endpoint.pool.num_blocks, endpoint.pool.block_bytes) == (NUM_BLOCKS, BLOCK_BYTES)
+
+
+SPANS = [Span(1000, 0, 500), Span(0, 512, 100), Span(100, 612, 28), Span(1500, 1535, 1)]
+"""The second and the third are neighbours on both sides."""
+
+
+def with_spans(block: bytes, source: bytes, spans: list[Span]) -> bytes:
+    """What `block` is once the spans of `source` have landed in it."""
+    result = bytearray(block)
+    for span in spans:
+        piece = source[span.their_offset : span.their_offset + span.num_bytes]
+        result[span.my_offset : span.my_offset + span.num_bytes] = piece
+    return bytes(result)
+
+
+def test_spans_of_blocks_land_where_they_belong_and_touch_nothing_else(pair: Pair) -> None:
+    pair.reader.disconnect(pair.agent)
+    pair.reader.connect(pair.owner.endpoint, SPANS)
+    expected = content(pair.reader_memory)
+    handle = pair.reader.fetch(pair.agent, blocks(3, 1, 11), blocks(2, 9, 4))
+    assert finish(handle) is FetchStatus.DONE
+    assert handle.num_bytes == 3 * 629
+    for mine, theirs in ((2, 3), (9, 1), (4, 11)):
+        expected[mine] = with_spans(expected[mine], owner_block(theirs), SPANS)
+    assert content(pair.reader_memory) == expected
+
+
+@pytest.mark.parametrize("their_bytes", [BLOCK_BYTES // 2, 2 * BLOCK_BYTES])
+def test_spans_pass_between_blocks_of_unequal_size(pair: Pair, their_bytes: int) -> None:
+    other = pair.wire.attach(filled_pool(4, their_bytes, 7))
+    spans = [Span(their_bytes - 200, 64, 200), Span(0, BLOCK_BYTES - 300, 300)]
+    pair.reader.connect(other.endpoint, spans)
+    expected = content(pair.reader_memory)
+    assert finish(pair.reader.fetch(other.endpoint.agent, blocks(3, 1), blocks(1, 11))) is FetchStatus.DONE
+    for mine, theirs in ((1, 3), (11, 1)):
+        expected[mine] = with_spans(expected[mine], block_content(their_bytes, 7, theirs), spans)
+    assert content(pair.reader_memory) == expected
+
+
+def test_two_owners_fill_one_block_together(pair: Pair) -> None:
+    """As ranks do. Whole blocks of a third one are read all the same."""
+    half = BLOCK_BYTES // 2
+    owners = [pair.wire.attach(filled_pool(NUM_BLOCKS, half, salt)) for salt in (21, 22)]
+    for place, owner in enumerate(owners):
+        pair.reader.connect(owner.endpoint, [Span(0, place * half, half)])
+    agents = [owner.endpoint.agent for owner in owners]
+    handles = [pair.reader.fetch(agent, blocks(5), blocks(6)) for agent in agents]
+    handles.append(pair.reader.fetch(pair.agent, blocks(5), blocks(7)))
+    assert all_finish(handles) == {FetchStatus.DONE}
+    both = block_content(half, 21, 5) + block_content(half, 22, 5)
+    assert content(pair.reader_memory)[6:8] == [both, owner_block(5)]
+
+
+def test_a_span_of_the_whole_block_is_as_none(pair: Pair) -> None:
+    pair.reader.connect(pair.owner.endpoint, [Span(0, 0, BLOCK_BYTES)])
+    assert finish(pair.reader.fetch(pair.agent, blocks(1), blocks(1))) is FetchStatus.DONE
+    assert content(pair.reader_memory)[1] == owner_block(1)
+
+
+@pytest.mark.parametrize(
+    ("spans", "complaint"),
+    [
+        ([], "none"),
+        ([Span(0, 0, 0)], "holds nothing"),
+        ([Span(-1, 0, 5)], "before the block"),
+        ([Span(0, -1, 5)], "before the block"),
+        ([Span(0, 0, 10), Span(20, 9, 5)], "overlaps"),
+        ([Span(0, BLOCK_BYTES - 4, 5)], "bytes here"),
+        ([Span(BLOCK_BYTES - 4, 0, 5)], "bytes there"),
+    ],
+)
+def test_spans_beyond_a_block_or_over_each_other_are_refused(
+    pair: Pair, spans: list[Span], complaint: str
+) -> None:
+    other = pair.wire.attach(filled_pool(NUM_BLOCKS, BLOCK_BYTES, 9))
+    with pytest.raises(LayoutMismatch, match=complaint):
+        pair.reader.connect(other.endpoint, spans)
+    pair.reader.connect(other.endpoint)
+    assert finish(pair.reader.fetch(other.endpoint.agent, blocks(1), blocks(1))) is FetchStatus.DONE
+
+
+def test_a_peer_is_disconnected_before_it_is_read_by_other_spans(pair: Pair) -> None:
+    with pytest.raises(TransferFailed, match="other spans"):
+        pair.reader.connect(pair.owner.endpoint, SPANS)
+    pair.reader.disconnect(pair.agent)
+    pair.reader.connect(pair.owner.endpoint, SPANS)
+    pair.reader.connect(pair.owner.endpoint, SPANS)
+    with pytest.raises(TransferFailed, match="other spans"):
+        pair.reader.connect(pair.owner.endpoint)
+
+
+def test_the_other_ranks_of_a_peer_do_not_matter_to_its_connection(pair: Pair) -> None:
+    pair.reader.connect(replace(pair.owner.endpoint, others=(pair.reader.endpoint,)))
+    assert finish(pair.reader.fetch(pair.agent, blocks(1), blocks(1))) is FetchStatus.DONE

@@ -54,18 +54,18 @@ receipts = st.builds(Receipt, real, real, real, real, st.integers(0, 2**64 - 1),
 deltas = st.builds(
     TokenDelta, text, st.lists(tokens).map(tuple), st.none() | st.sampled_from(FinishReason), receipts, u32
 )
-fingerprints = st.builds(Fingerprint, text, text, text, text, u32, u32, u32, u32)
+fingerprints = st.builds(
+    Fingerprint, text, text, text, text, u32, u32, u32, u32, text, u32, u32, wire_version=u32
+)
 tickets = st.builds(Ticket, text, identities, text, st.lists(u32.map(BlockId)).map(tuple), u32, u32, real)
 loads = st.builds(Load, u32, u32, u32, u32, u32, u32, u32, st.integers(0, 2**64 - 1))
 records = st.builds(
     WorkerRecord, identities, st.sampled_from(Role), text, fingerprints, u32, loads, st.booleans(), text
 )
+pools = st.builds(PoolDescription, u32, st.integers(0, 2**64 - 1))
+ranks = st.builds(TransportEndpoint, text, text, pools, st.binary(max_size=16))
 endpoints = st.builds(
-    TransportEndpoint,
-    text,
-    text,
-    st.builds(PoolDescription, u32, st.integers(0, 2**64 - 1)),
-    st.binary(max_size=16),
+    TransportEndpoint, text, text, pools, st.binary(max_size=16), st.lists(ranks, max_size=3).map(tuple)
 )
 
 
