@@ -9,6 +9,7 @@ that it knows the owner's secret.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import secrets
 import socket
@@ -32,20 +33,18 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 class Channel:
     """One connection. `send` may be called from any thread, `recv` from one; all else is bounded by it.
 
-    All of it raises `TransferFailed` once the other side, or `close`, has ended it.
+    All of it raises `TransferFailed` once the other side, or `hang_up`, has ended it.
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        """Owns `connection`."""
+        """Owns `connection`. Raises `OSError`, and has closed it, when it is over already."""
         self._socket = connection
         self._sending = threading.Lock()
-        connection.settimeout(None)  # the two directions have limits of their own, below
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _time_value(GREETING_LIMIT_S))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):  # not all systems have all of them
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        try:
+            self._prepare()
+        except OSError:
+            connection.close()
+            raise
 
     @classmethod
     def open(cls, host: str, port: int) -> Channel:
@@ -70,13 +69,25 @@ class Channel:
             raise TransferFailed(f"a frame of {length} bytes is no frame of ours")
         return self._exactly(length, until_s)
 
-    def close(self) -> None:
-        """Idempotent, from any thread: who waits in `recv` is told."""
-        try:
+    def hang_up(self) -> None:
+        """Idempotent, from any thread: whoever sends or waits, on either side, is told."""
+        with contextlib.suppress(OSError):  # it is over already
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it is over already
-            pass
+
+    def close(self) -> None:
+        """Idempotent, from the thread that receives."""
+        self.hang_up()
         self._socket.close()
+
+    def _prepare(self) -> None:
+        connection = self._socket
+        connection.settimeout(None)  # the two directions have limits of their own, below
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _time_value(GREETING_LIMIT_S))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):  # not all systems have all of them
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def _exactly(self, num_bytes: int, until_s: float | None) -> bytes:
         parts, missing = [], num_bytes

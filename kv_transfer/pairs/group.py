@@ -84,6 +84,7 @@ class GlooFabric:
             self._device = self._gloo.create_device(hostname=host)
         except RuntimeError as error:
             raise StartupError(f"gloo cannot use the address {host}: {error}") from error
+        self._memory = memory  # the tensor does not keep it alive
         buffer = (ctypes.c_char * memory.num_bytes).from_address(memory.address)
         self.pool = torch.frombuffer(buffer, dtype=torch.uint8)
 
@@ -132,14 +133,15 @@ class NcclFabric:
     def __init__(self, memory: PoolMemory) -> None:
         if memory.kind is not MemoryKind.DEVICE:
             raise StartupError(
-                "kv_transfer.transport: nccl moves GPU memory only, and this pool is in host memory: set it "
-                "to nixl, or to gloo, or give all workers GPUs (num_gpus)"
+                "kv_transfer.transport: nccl moves GPU memory only, and this pool is in host memory: set "
+                "it to nixl, or to gloo, or give all workers GPUs (num_gpus)"
             )
         self._nccl: Any = getattr(distributed_c10d, "ProcessGroupNCCL", None)
         if self._nccl is None:
             raise StartupError(
                 "kv_transfer.transport: nccl needs a CUDA build of torch: install one, or set it to nixl"
             )
+        self._memory = memory
         self._device = torch.device("cuda", memory.device_id)
         self.pool = torch.as_tensor(_CudaBytes(memory), device=self._device)
 
@@ -206,7 +208,7 @@ class ChannelStore(distributed_c10d.Store):
         self._channel = channel
         self._values: dict[str, bytes] = {}
 
-    def set(self, key: str, value: bytes | str) -> None:  # type: ignore[override]
+    def set(self, key: str, value: bytes | str) -> None:
         raw = value.encode() if isinstance(value, str) else bytes(value)
         self._values[key] = raw
         name = key.encode()
@@ -219,7 +221,7 @@ class ChannelStore(distributed_c10d.Store):
     def check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         until_s = time.monotonic() + (timeout.total_seconds() if timeout else GREETING_LIMIT_S)
         while not self.check(keys):
             self._take(self._channel.recv(until_s - time.monotonic()))

@@ -76,4 +76,4 @@ class Lane:
     def _scatter(self, part: torch.Tensor, message: Message) -> None:
         if len(message) > 1:
             views = self._views(message)
-            torch._foreach_copy_(views, part.split([piece.num_bytes for piece in message]))
+            torch._foreach_copy_(views, torch.split(part, [piece.num_bytes for piece in message]))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from protocol.ids import BlockId
 
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How blocks are cut into messages."""

@@ -25,7 +25,7 @@ from protocol.handoff import PoolDescription
 
 MAX_READERS = 512
 """At once; more cannot be workers of one cluster, and each takes a thread."""
-CLOSE_LIMIT_S = 5.0
+CLOSE_LIMIT_S = 3.0
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +53,9 @@ class Owner:
             self._is_closing = True
             guests = dict(self._guests)
         _close_listener(self._listener)
+        until_s = time.monotonic() + CLOSE_LIMIT_S
         for guest in guests.values():
-            guest.send_away()
+            guest.send_away_once_in(max(0.0, until_s - time.monotonic()))
         until_s = time.monotonic() + CLOSE_LIMIT_S
         for thread in (self._door, *guests):
             thread.join(max(0.0, until_s - time.monotonic()))
@@ -65,22 +66,23 @@ class Owner:
         while True:
             try:
                 connection, _ = self._listener.accept()
+                channel = Channel(connection)
             except OSError:
                 if self._is_closing:
                     return
                 time.sleep(0.1)  # a reader that gave up meanwhile, or no more files: the next one may do
-                continue
-            self._let_in(connection)
+            else:
+                self._let_in(channel)
 
-    def _let_in(self, connection: socket.socket) -> None:
-        guest = _Guest(Channel(connection), self._fabric, self._pool, self._secret)
+    def _let_in(self, channel: Channel) -> None:
+        guest = _Guest(channel, self._fabric, self._pool, self._secret)
         thread = threading.Thread(target=self._serve, args=[guest], name="kv pair owner", daemon=True)
         with self._lock:
             if self._is_closing or len(self._guests) >= MAX_READERS:
-                guest.send_away()
+                guest.close()
                 return
             self._guests[thread] = guest
-        thread.start()
+            thread.start()
 
     def _serve(self, guest: _Guest) -> None:
         try:
@@ -89,7 +91,7 @@ class Owner:
             if not self._is_closing:
                 logger.log(guest.log_level, "a reader of KV left: %s", error.message)
         finally:
-            guest.send_away()
+            guest.close()
             with self._lock:
                 self._guests.pop(threading.current_thread(), None)
 
@@ -103,13 +105,18 @@ class _Guest:
         self._pool = pool
         self._secret = secret
         self._pair: Pair | None = None
+        self._is_in = threading.Event()
+        """Or turned away: there is nothing half done that the other side would wait for."""
         self._is_sent_away = False
         self.log_level = logging.WARNING
 
     def serve(self) -> None:
         """Until the reader has gone. Raises `TransferFailed`, always."""
-        shape = shape_from_bytes(greet_reader(self._channel, self._secret), self._pool)
-        self._pair = self._fabric.pair(self._channel, OWNER)
+        try:
+            shape = shape_from_bytes(greet_reader(self._channel, self._secret), self._pool)
+            self._pair = self._fabric.pair(self._channel, OWNER)
+        finally:
+            self._is_in.set()
         lane = Lane(self._pair, self._fabric.pool)
         while not self._is_sent_away:
             self.log_level = logging.DEBUG  # from here on they may leave between two reads
@@ -119,12 +126,21 @@ class _Guest:
                 lane.send(messages(shape, blocks, self._fabric.cut))
         raise TransferFailed("the owner ends")
 
+    def send_away_once_in(self, limit_s: float) -> None:
+        self._is_in.wait(limit_s)
+        self.send_away()
+
     def send_away(self) -> None:
         """Idempotent, from any thread."""
         self._is_sent_away = True
-        self._channel.close()
+        self._channel.hang_up()
         if self._pair is not None:
             self._pair.abort()
+
+    def close(self) -> None:
+        """On the thread that served it, or would have."""
+        self.send_away()
+        self._channel.close()
 
 
 def _listen(host: str) -> socket.socket:

@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """One read: what it is for, and how it ended. The connection's thread alone sets that."""
+    """One read: what it is for, and how it ended. The link's thread alone sets that."""
 
     their_blocks: Sequence[BlockId]
     my_blocks: Sequence[BlockId]
     status: FetchStatus = field(default=FetchStatus.PENDING, init=False)
 
 
-class Connection:
+class Link:
     """From one pool to one owner's. Begins to connect at once."""
 
     def __init__(self, metadata: PairMetadata, fabric: Fabric, theirs: Shape, mine: Shape) -> None:
@@ -51,25 +51,26 @@ class Connection:
         self._thread.start()
 
     def submit(self, read: Read) -> None:
-        """Raises `TransferFailed` when the connection is over."""
+        """Raises `TransferFailed` when the link is over."""
         with self._lock:
             if self._trouble is not None:
                 raise TransferFailed(f"no connection to {self._metadata.agent}: {self._trouble}")
             self._reads.put(read)
 
     def close(self) -> None:
-        """Idempotent; no read may wait. Does not wait for the thread."""
+        """Idempotent; no read may wait. Waits for nothing: a link that is being made is made first, since
+        the owner would wait for the rest of it."""
         with self._lock:
             self._trouble = self._trouble or "it was closed"
-            channel = self._channel
         self._reads.put(None)
-        if channel is not None:
-            channel.close()
 
-    def join(self, limit_s: float) -> bool:
-        """True when the thread has ended."""
+    def join(self, limit_s: float) -> None:
+        """Wait for the end of a link that was closed; after `limit_s` it is cut off."""
         self._thread.join(limit_s)
-        return not self._thread.is_alive()
+        with self._lock:
+            channel = self._channel
+        if channel is not None:
+            channel.hang_up()
 
     def _run(self) -> None:
         trouble = "its thread broke down"
@@ -79,7 +80,7 @@ class Connection:
             self._end(trouble)
 
     def _work(self) -> str:
-        """Until the connection is over; says why. With the exception goes what Gloo still held of a read."""
+        """Until the link is over; says why. With the exception goes what Gloo still held of a read."""
         pair: Pair | None = None
         current: Read | None = None
         try:
@@ -102,9 +103,6 @@ class Connection:
         channel = Channel.open(self._metadata.host, self._metadata.port)
         with self._lock:
             self._channel = channel
-            is_over = self._trouble is not None
-        if is_over:
-            raise TransferFailed("it was closed")
         greet_owner(channel, self._metadata.secret, shape_to_bytes(self._theirs))
         return channel
 
@@ -125,7 +123,7 @@ class Connection:
             read.status = FetchStatus.FAILED
 
     def _drain(self) -> list[Read]:
-        waiting = []
+        waiting: list[Read] = []
         while True:
             try:
                 read = self._reads.get_nowait()

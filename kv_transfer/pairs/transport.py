@@ -14,10 +14,10 @@ from kv_transfer.pairs.group import make_fabric
 from kv_transfer.pairs.messages import Shape
 from kv_transfer.pairs.metadata import PairMetadata
 from kv_transfer.pairs.owner import CLOSE_LIMIT_S, Owner
-from kv_transfer.pairs.reader import Connection, Read
-from kv_transfer.peers import PeerTable, num_read_bytes
+from kv_transfer.pairs.reader import Link, Read
+from kv_transfer.peers import Connection, PeerTable
 from protocol.errors import TransferFailed
-from protocol.handoff import TransportEndpoint
+from protocol.handoff import Span, TransportEndpoint
 from protocol.ids import BlockId
 from protocol.ports import FetchHandle, FetchStatus
 
@@ -30,21 +30,21 @@ class PairTransport:
 
         Raises `StartupError` when the kind does not go with the memory, or with this torch.
         """
-        self._memory = memory
         self._fabric = make_fabric(kind, memory, host)
         self._owner = Owner(self._fabric, memory.description, agent, host)
         metadata = self._owner.metadata.to_bytes()
         self._endpoint = TransportEndpoint(kind, agent, memory.description, metadata)
         self._peers = PeerTable(self._endpoint)
-        self._connections: dict[str, Connection] = {}
+        self._links: dict[str, Link] = {}
 
     @property
     def endpoint(self) -> TransportEndpoint:
         return self._endpoint
 
-    def connect(self, peer: TransportEndpoint) -> None:
+    def connect(self, peer: TransportEndpoint, spans: Sequence[Span] | None = None) -> None:
         """Waits for nobody: whether the owner answers shows with the reads."""
-        if self._peers.is_connected(peer):
+        connection = self._peers.connection(peer, spans)
+        if self._peers.has(connection):
             return
         try:
             metadata = PairMetadata.from_bytes(peer.metadata)
@@ -52,32 +52,31 @@ class PairTransport:
             raise TransferFailed(f"the metadata of {peer.agent} is garbled: {error}") from error
         if metadata.agent != peer.agent:
             raise TransferFailed(f"the metadata of {peer.agent} is that of {metadata.agent}")
-        whole = Shape(peer.pool.block_bytes, ((0, peer.pool.block_bytes),))
-        self._connections[peer.agent] = Connection(metadata, self._fabric, whole, whole)
-        self._peers.add(peer)
+        self._links[peer.agent] = Link(metadata, self._fabric, *_shapes(connection, self._endpoint))
+        self._peers.add(connection)
 
     def disconnect(self, agent: str) -> None:
         if self._peers.remove(agent):
-            self._connections.pop(agent).close()
+            self._links.pop(agent).close()
 
     def fetch(
         self, agent: str, remote_blocks: Sequence[BlockId], local_blocks: Sequence[BlockId]
     ) -> FetchHandle:
-        self._peers.check_read(agent, remote_blocks, local_blocks)
+        connection = self._peers.check_read(agent, remote_blocks, local_blocks)
         read = Read(tuple(remote_blocks), tuple(local_blocks))
-        num_bytes = num_read_bytes(local_blocks, self._memory.description)
-        self._connections[agent].submit(read)
+        self._links[agent].submit(read)
         self._peers.begin_read(agent)
-        return PairFetch(read, agent, num_bytes, self._peers)
+        return PairFetch(read, agent, connection.num_bytes(local_blocks), self._peers)
 
     def close(self) -> None:
-        for agent in self._peers.close():
-            self._connections[agent].close()
-        self._owner.close()
+        self._peers.close()
+        for link in self._links.values():
+            link.close()
         until_s = time.monotonic() + CLOSE_LIMIT_S
-        for connection in self._connections.values():
-            connection.join(max(0.0, until_s - time.monotonic()))
-        self._connections.clear()
+        for link in self._links.values():
+            link.join(max(0.0, until_s - time.monotonic()))
+        self._links.clear()
+        self._owner.close()
 
 
 class PairFetch:
@@ -104,3 +103,10 @@ class PairFetch:
     def release(self) -> None:
         if self._status is FetchStatus.PENDING:
             raise TransferFailed(f"a read from {self._agent} is still pending")
+
+
+def _shapes(connection: Connection, mine: TransportEndpoint) -> tuple[Shape, Shape]:
+    """Of the owner's blocks, and of one's own."""
+    theirs = tuple((span.their_offset, span.num_bytes) for span in connection.spans)
+    ours = tuple((span.my_offset, span.num_bytes) for span in connection.spans)
+    return Shape(connection.peer.pool.block_bytes, theirs), Shape(mine.pool.block_bytes, ours)
