@@ -71,7 +71,7 @@ def serve(
         int | None, typer.Option(help="Number of decode workers (default: 1).")
     ] = None,
     kv_transport: Annotated[
-        str | None, typer.Option(help="How KV moves; nixl is the only way between processes.")
+        str | None, typer.Option(help="How KV moves: nixl (default), gloo, or nccl.")
     ] = None,
     api_key_file: Annotated[
         Path | None, typer.Option(help="File with the key that clients must send.")

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.config import DEMO_MODEL, ClusterConfig, PoolConfig
+from cluster.environment import NCCL_OUTLIVES_PEERS, export
 from cluster.faults import dial_of, with_read_faults
 from cluster.model_length import max_model_len
 from engine.model.config import ModelConfig
@@ -73,8 +75,10 @@ def build_prefill_worker(
     directory: Directory,
     replica_name: str,
     network: LoopbackNetwork | None = None,
+    host: str | None = None,
 ) -> PrefillWorker:
-    """A prefill worker, loaded but not started. `network` as for `create_transport`.
+    """A prefill worker, loaded but not started. `network` as for `create_transport`; `host` is the address
+    by which other workers reach it, None: its pool's.
 
     Raises `StartupError`.
     """
@@ -86,7 +90,9 @@ def build_prefill_worker(
     return PrefillWorker(
         profile=_profile(identity, parts, token, startup),
         make_engine=partial(parts.make_thread, "prefill-engine"),
-        transport=_transport(config, identity, network, parts.pool_memory),
+        transport=_transport(
+            config, _Place(identity, network, host or config.prefill.host), parts.pool_memory
+        ),
         directory=directory,
         config=PrefillWorkerConfig(lease_s=config.kv_transfer.lease_s),
         checksum=partial(checksum, parts.pool_memory) if checksum else None,
@@ -100,8 +106,9 @@ def build_decode_worker(
     directory: Directory,
     replica_name: str,
     network: LoopbackNetwork | None = None,
+    host: str | None = None,
 ) -> DecodeWorker:
-    """A decode worker, loaded but not started. `network` as for `create_transport`.
+    """A decode worker, loaded but not started. `network` and `host` as for a prefill worker.
 
     Raises `StartupError`.
     """
@@ -115,7 +122,7 @@ def build_decode_worker(
         reader=LayoutReader(
             parts.pool_memory,
             parts.fingerprint,
-            partial(_transport, config, identity, network),
+            partial(_transport, config, _Place(identity, network, host or config.decode.host)),
             checksum=_checksum(config, parts),
         ),
         directory=directory,
@@ -191,16 +198,21 @@ def _new_identity(replica_name: str) -> WorkerIdentity:
     return WorkerIdentity(WorkerId(replica_name), secrets.token_hex(4))
 
 
-def _transport(
-    config: ClusterConfig,
-    identity: WorkerIdentity,
-    network: LoopbackNetwork | None,
-    memory: PoolMemory,
-    serial: int = 0,
-) -> KvTransport:
-    agent = agent_name(identity, rank=0, serial=serial)
-    transport = create_transport(config.kv_transfer.transport, memory, agent, network=network)
-    return with_read_faults(config, transport, memory, identity.worker_id, serial)
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Who a worker is, and where its peers find it."""
+
+    identity: WorkerIdentity
+    network: LoopbackNetwork | None
+    host: str
+
+
+def _transport(config: ClusterConfig, place: _Place, memory: PoolMemory, serial: int = 0) -> KvTransport:
+    agent, kind = agent_name(place.identity, rank=0, serial=serial), config.kv_transfer.transport
+    if kind == "nccl":
+        export(NCCL_OUTLIVES_PEERS)
+    transport = create_transport(kind, memory, agent, network=place.network, host=place.host)
+    return with_read_faults(config, transport, memory, place.identity.worker_id, serial)
 
 
 def _checksum(

@@ -56,7 +56,11 @@ def build_worker(spec: ProcessSpec, directory: Directory) -> Worker:
 
     build = compose.build_prefill_worker if spec.role is Role.PREFILL else compose.build_decode_worker
     worker: Worker = build(
-        spec.cluster_config(), token=spec.token, directory=directory, replica_name=spec.name
+        spec.cluster_config(),
+        token=spec.token,
+        directory=directory,
+        replica_name=spec.name,
+        host=spec.host,
     )
     return worker
 

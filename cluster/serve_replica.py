@@ -24,24 +24,34 @@ if TYPE_CHECKING:
 def build_prefill_worker(config: ClusterConfig, token: str, replica_name: str) -> PrefillWorker:
     from cluster import compose
     from cluster.ray_directory import RayDirectory
+    from cluster.worker_replica import own_address
 
     log_to_serve()
     keep_serve_on_loopback(config)
     with collecting_no_garbage():
         return compose.build_prefill_worker(
-            config, token=token, directory=RayDirectory(), replica_name=replica_name
+            config,
+            token=token,
+            directory=RayDirectory(),
+            replica_name=replica_name,
+            host=own_address(config.prefill.host),
         )
 
 
 def build_decode_worker(config: ClusterConfig, token: str, replica_name: str) -> DecodeWorker:
     from cluster import compose
     from cluster.ray_directory import RayDirectory
+    from cluster.worker_replica import own_address
 
     log_to_serve()
     keep_serve_on_loopback(config)
     with collecting_no_garbage():
         return compose.build_decode_worker(
-            config, token=token, directory=RayDirectory(), replica_name=replica_name
+            config,
+            token=token,
+            directory=RayDirectory(),
+            replica_name=replica_name,
+            host=own_address(config.decode.host),
         )
 
 

@@ -40,7 +40,7 @@ class WorkerReplica:
     ) -> None:
         self._drain_limit_s = drain_limit_s
         self._worker = build(serve.get_replica_context().replica_id.unique_id)
-        await self._worker.start(_own_address() if host == "auto" else host, 0)
+        await self._worker.start(own_address(host), 0)
 
     def check_health(self) -> None:
         """Called by Serve every period; three failures in a row and the replica is replaced."""
@@ -59,6 +59,8 @@ class WorkerReplica:
             await self._worker.stop(self._drain_limit_s)
 
 
-def _own_address() -> str:
-    """The address by which other nodes reach this one."""
+def own_address(host: str) -> str:
+    """A pool's `host`; for auto the address by which other nodes reach this one."""
+    if host != "auto":
+        return host
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]

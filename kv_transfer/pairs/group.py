@@ -61,6 +61,9 @@ class Fabric(Protocol):
     def pair(self, channel: Channel, rank: int) -> Pair:
         """Waits for the other side, within bounds. Raises `TransferFailed`."""
 
+    def close(self) -> None:
+        """Idempotent. What all groups share goes with the last of them."""
+
 
 def make_fabric(kind: str, memory: PoolMemory, host: str) -> Fabric:
     """Raises `StartupError`, which says what to do."""
@@ -81,7 +84,7 @@ class GlooFabric:
             )
         self._gloo: Any = distributed_c10d.ProcessGroupGloo
         try:
-            self._device = self._gloo.create_device(hostname=host)
+            self._device: Any = self._gloo.create_device(hostname=host)
         except RuntimeError as error:
             raise StartupError(f"gloo cannot use the address {host}: {error}") from error
         self._memory = memory  # the tensor does not keep it alive
@@ -92,9 +95,14 @@ class GlooFabric:
         options = self._gloo._Options()
         options._timeout = timedelta(seconds=GREETING_LIMIT_S)
         options._threads = 1  # none of our calls uses it
+        if self._device is None:
+            raise TransferFailed("the transport is closed")
         options._devices = [self._device]  # one thread for all groups
         store = ChannelStore(channel)
         return GlooPair(_started(lambda: self._gloo(store, rank, 2, options)), 1 - rank, store)
+
+    def close(self) -> None:
+        self._device = None
 
 
 class GlooPair:
@@ -155,6 +163,9 @@ class NcclFabric:
         # The first message connects the two, by way of the store.
         pair.wait(pair.send(hello) if rank == OWNER else pair.recv(hello))
         return pair
+
+    def close(self) -> None:
+        """Groups on GPUs share nothing of ours."""
 
 
 class NcclPair:

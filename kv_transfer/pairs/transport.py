@@ -77,6 +77,7 @@ class PairTransport:
             link.join(max(0.0, until_s - time.monotonic()))
         self._links.clear()
         self._owner.close()
+        self._fabric.close()
 
 
 class PairFetch:

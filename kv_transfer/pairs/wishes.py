@@ -47,6 +47,8 @@ def blocks_from_bytes(frame: bytes, pool: PoolDescription) -> list[BlockId] | No
     """None for a frame that is about something else. Raises `TransferFailed` for blocks not in `pool`."""
     if frame[:1] != _READ:
         return None
+    if len(frame) % 4 != 1:
+        raise TransferFailed("a reader's request is cut off")
     blocks = [BlockId(number) for number in np.frombuffer(frame, dtype="<u4", offset=1).tolist()]
     try:
         check_pool_blocks("asked for", blocks, pool)

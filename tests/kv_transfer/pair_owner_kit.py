@@ -1,10 +1,11 @@
-"""Owners of KV blocks in processes of their own, served by Gloo: to be frozen, killed, or stopped halfway."""
+"""Owners of KV blocks in processes of their own, over Gloo: to be frozen, killed, or stopped halfway."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
+import time
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any
@@ -41,7 +42,7 @@ class OwnerProcess:
         """After so many messages it freezes itself."""
         mine, theirs = context.Pipe()
         self._line: Connection = mine
-        args = (theirs, new_agent_name(), num_blocks, block_bytes, salt, num_messages)
+        args = (theirs, (num_blocks, block_bytes, salt), new_agent_name(), num_messages)
         self._process = context.Process(target=_own, args=args, daemon=True)
         self._process.start()
         theirs.close()
@@ -75,10 +76,8 @@ class OwnerProcess:
         return self._process.pid
 
 
-def _own(
-    line: Connection, agent: str, num_blocks: int, block_bytes: int, salt: int, num_messages: int | None
-) -> None:
-    memory = filled_pool(num_blocks, block_bytes, salt)
+def _own(line: Connection, pool: tuple[int, int, int], agent: str, num_messages: int | None) -> None:
+    memory = filled_pool(*pool)
     fabric = make_fabric(GLOO, memory, HOST)
     if num_messages is not None:
         fabric = FreezingFabric(fabric, num_messages)
@@ -98,6 +97,9 @@ class FreezingFabric:
     def pair(self, channel: Any, rank: int) -> Pair:
         return FreezingPair(self._fabric.pair(channel, rank), self._num_messages)
 
+    def close(self) -> None:
+        self._fabric.close()
+
 
 class FreezingPair:
     """Sends one message after the other, so that it is known how many have arrived."""
@@ -109,6 +111,7 @@ class FreezingPair:
     def send(self, part: Any) -> Any:
         if not self._num_left:
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(LIMIT_S)  # this thread may go on for a moment
         self._num_left -= 1
         work = self._pair.send(part)
         self._pair.wait(work)
