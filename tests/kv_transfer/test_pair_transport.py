@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,6 +26,7 @@ from transport_kit import (
 
 from kv_transfer import MemoryKind, PoolMemory, create_transport
 from kv_transfer.pairs.channel import Channel, greet_owner
+from kv_transfer.pairs.group import GLOO, READER, make_fabric
 from kv_transfer.pairs.messages import Shape
 from kv_transfer.pairs.metadata import PairMetadata
 from kv_transfer.pairs.wishes import blocks_to_bytes, shape_to_bytes
@@ -214,20 +216,47 @@ def test_an_owner_sends_nothing_from_beyond_its_pool(wire: Wire) -> None:
         channel.close()
 
 
+class BareReader:
+    """Lets itself in as a reader does, and then does as the test says."""
+
+    def __init__(self, owner: TransportEndpoint) -> None:
+        place = PairMetadata.from_bytes(owner.metadata)
+        self.channel = Channel.open(place.host, place.port)
+        whole = Shape(BLOCK_BYTES, ((0, BLOCK_BYTES),))
+        greet_owner(self.channel, place.secret, shape_to_bytes(whole))
+        self._pair = make_fabric(GLOO, filled_pool(2, 64, 1), place.host).pair(self.channel, READER)
+
+    def ask(self, *numbers: int) -> None:
+        self.channel.send(blocks_to_bytes(blocks(*numbers)))
+
+    def leave(self) -> None:
+        self._pair.abort()
+        self.channel.close()
+
+
 @pytest.mark.parametrize("wrong", [0, NUM_BLOCKS, 2**31])
 def test_blocks_beyond_the_pool_are_refused_by_the_owner_too(wrong: int, wire: Wire) -> None:
-    from kv_transfer.pairs.group import GLOO, READER, make_fabric
-
-    owner = owner_here(wire)
-    place = PairMetadata.from_bytes(owner.metadata)
-    channel = Channel.open(place.host, place.port)
-    greet_owner(channel, place.secret, shape_to_bytes(Shape(BLOCK_BYTES, ((0, BLOCK_BYTES),))))
-    pair = make_fabric(GLOO, filled_pool(2, 64, 1), "127.0.0.1").pair(channel, READER)
-    channel.send(blocks_to_bytes(blocks(1, wrong)))
+    reader = BareReader(owner_here(wire))
+    reader.ask(1, wrong)
     with pytest.raises(TransferFailed, match=r"hung up|lost"):
-        channel.recv(WAIT_LIMIT_S)
-    pair.abort()
-    channel.close()
+        reader.channel.recv(WAIT_LIMIT_S)
+    reader.leave()
+
+
+def test_a_reader_that_takes_nothing_of_what_it_asked_for_holds_up_no_other(
+    reader: KvTransport, memory: PoolMemory, wire: Wire
+) -> None:
+    """Nor the owner's end."""
+    owner = wire.attach(filled_pool(NUM_BLOCKS, BLOCK_BYTES, SALT))
+    idle, gone = BareReader(owner.endpoint), BareReader(owner.endpoint)
+    for one in (idle, gone):
+        one.ask(*range(1, NUM_BLOCKS))
+    gone.leave()
+    reader.connect(owner.endpoint)
+    assert_readable(reader, memory, owner.endpoint.agent)
+    owner.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "kv pair owner"]
+    idle.leave()
 
 
 def test_many_readers_read_from_one_owner_at_once(wire: Wire) -> None:
