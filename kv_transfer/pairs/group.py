@@ -6,6 +6,7 @@ connected goes over the channel of the two, and so only to whoever knows the own
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
 from collections.abc import Callable
@@ -28,6 +29,8 @@ MESSAGE_LIMIT_S = 30.0
 
 _LOOK_UP_S = 0.0002
 _STORE_FRAME = b"S"
+_BLOCKS, _NOTHING = 0, 1
+"""Tags of Gloo's messages; of the second kind there is never one."""
 
 
 class Pair(Protocol):
@@ -109,15 +112,15 @@ class GlooPair:
     """Messages between the pools themselves: nothing is copied on the way."""
 
     def __init__(self, group: Any, peer: int, store: ChannelStore) -> None:
-        self._group = group
+        self._group: Any = group
         self._peer = peer
         self._store = store  # the group holds it, but not its Python half
 
     def send(self, part: torch.Tensor) -> Any:
-        return _translated(lambda: self._group.send([part], self._peer, 0))
+        return self._begun(lambda group: group.send([part], self._peer, _BLOCKS))
 
     def recv(self, part: torch.Tensor) -> Any:
-        return _translated(lambda: self._group.recv([part], self._peer, 0))
+        return self._begun(lambda group: group.recv([part], self._peer, _BLOCKS))
 
     def wait(self, work: Any) -> None:
         _translated(lambda: work.wait(timedelta(seconds=MESSAGE_LIMIT_S)))
@@ -126,7 +129,18 @@ class GlooPair:
         """Copies in host memory are done when they return."""
 
     def abort(self) -> None:
-        self._group.abort()
+        """Gloo's own `abort` leaves those who wait waiting, here and there. A wait that runs out of time
+        ends the connection, and so all that wait for it."""
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], self._peer, _NOTHING).wait(timedelta(milliseconds=1))
+
+    def _begun(self, begin: Callable[[Any], Any]) -> Any:
+        group = self._group
+        if group is None:
+            raise TransferFailed("the group was ended")
+        return _translated(lambda: begin(group))
 
 
 class NcclFabric:
