@@ -94,7 +94,7 @@ def serve(
     prefill_pipeline_parallel_size: PrefillPipelineParallel = None,
     decode_pipeline_parallel_size: DecodePipelineParallel = None,
     kv_transport: Annotated[
-        str | None, typer.Option(help="How KV moves; nixl is the only way between processes.")
+        str | None, typer.Option(help="How KV moves: nixl (default), gloo, or nccl.")
     ] = None,
     api_key_file: Annotated[
         Path | None, typer.Option(help="File with the key that clients must send.")

@@ -142,8 +142,9 @@ class DecodePoolConfig(PoolConfig):
 class KvTransferConfig(Section):
     """How KV blocks move from prefill to decode workers."""
 
-    transport: Literal["nixl", "loopback"] = "nixl"
-    """nixl between processes; loopback only inside of one, for tests and `splitserve verify`."""
+    transport: Literal["nixl", "gloo", "nccl", "loopback"] = "nixl"
+    """nixl between processes; where it does not run, torch.distributed: gloo for pools in host memory, nccl
+    for pools on GPUs; loopback only inside of one process, for tests and `splitserve verify`."""
     lease_s: float = Field(default=10.0, gt=0)
     """A held prompt is given up when its reader has not renewed for this long."""
     fetch_timeout_s: float = Field(default=30.0, gt=0)

@@ -68,6 +68,14 @@ def local_ray_variables(ray_token: str) -> dict[str, str]:
     }
 
 
+NCCL_OUTLIVES_PEERS = {
+    # A lost peer costs its group alone; by default the watchdog ends the process.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+"""For a process that reads KV by NCCL: workers come and go."""
+
+
 FINDS_LOST_HOSTS = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from cluster.config import ClusterConfig
+from cluster.environment import NCCL_OUTLIVES_PEERS, export
 from cluster.faults import with_read_faults
 from kv_transfer import LoopbackNetwork, PoolMemory, agent_name, create_transport
 from protocol.codec import endpoint_from_wire, endpoint_to_wire
@@ -16,19 +17,28 @@ from protocol.ports import FetchHandle, KvTransport
 from protocol.wire import splitserve_pb2 as pb
 
 
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Which rank of which worker it is, and where its peers find it."""
+
+    identity: WorkerIdentity
+    host: str
+    """Its own address, as others reach it."""
+    network: LoopbackNetwork | None
+    """As for `create_transport`."""
+    rank: int = 0
+
+
 def make_transport(
-    config: ClusterConfig,
-    identity: WorkerIdentity,
-    network: LoopbackNetwork | None,
-    memory: PoolMemory,
-    serial: int = 0,
-    *,
-    rank: int = 0,
+    config: ClusterConfig, place: RankPlace, memory: PoolMemory, serial: int = 0
 ) -> KvTransport:
-    """`network` as for `create_transport`; `serial` as for `agent_name`. Raises `StartupError`."""
-    agent = agent_name(identity, rank=rank, serial=serial)
-    transport = create_transport(config.kv_transfer.transport, memory, agent, network=network)
-    return with_read_faults(config, transport, memory, identity.worker_id, serial)
+    """`serial` as for `agent_name`. Raises `StartupError`."""
+    kind = config.kv_transfer.transport
+    if kind == "nccl":
+        export(NCCL_OUTLIVES_PEERS)
+    agent = agent_name(place.identity, rank=place.rank, serial=serial)
+    transport = create_transport(kind, memory, agent, network=place.network, host=place.host)
+    return with_read_faults(config, transport, memory, place.identity.worker_id, serial)
 
 
 class SharedTransport:

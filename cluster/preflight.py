@@ -26,8 +26,25 @@ def check_configuration(config: ClusterConfig) -> None:
             "kv_transfer.transport is loopback, which moves KV inside of one process, and each worker here"
             " is one of its own: leave it out, or set it to nixl"
         )
+    _check_memory_of_transport(config)
     check_faults(config)
     read_api_key(config)
+
+
+def _check_memory_of_transport(config: ClusterConfig) -> None:
+    """NIXL moves any memory; torch.distributed moves what its backend is for."""
+    transport = config.kv_transfer.transport
+    are_on_gpus = [bool(config.prefill.num_gpus), bool(config.decode.num_gpus)]
+    if transport == "nccl" and not all(are_on_gpus):
+        raise StartupError(
+            "kv_transfer.transport is nccl, which moves KV between GPUs: give both pools GPUs (num_gpus),"
+            " or set it to nixl or gloo"
+        )
+    if transport == "gloo" and any(are_on_gpus):
+        raise StartupError(
+            "kv_transfer.transport is gloo, which moves KV in host memory, and num_gpus puts a pool on"
+            " GPUs: set it to nixl or nccl"
+        )
 
 
 def warnings_of(config: ClusterConfig) -> list[str]:

@@ -11,10 +11,12 @@ import gc
 import os
 import signal
 import sys
+from contextlib import suppress
 
 from cluster.process_main import run_process
 from cluster.process_spec import ProcessSpec
 from cluster.process_tree import die_with_parent
+from protocol.errors import StartupError
 
 
 def warm_up() -> None:
@@ -25,7 +27,8 @@ def warm_up() -> None:
     import prefill_worker  # noqa: F401
     from kv_transfer.nixl import load_library
 
-    load_library()
+    with suppress(StartupError):  # whoever needs NIXL says so
+        load_library()
     gc.collect()
     gc.freeze()
 

@@ -6,6 +6,7 @@ provision     memory for the blocks that come next
 checksums     what blocks hold, in a number each
 factory       a transport by name                   peers        what all transports check
 nixl          between workers (`nixl_agent`, `nixl_metadata`)
+pairs         between workers over torch.distributed, where both sides work for a read
 loopback      within one process
 faulty        any transport with faults on purpose (`faults`)
 reader        tokens from owners of any layout (`layout`, `staging`, `staging_area`, `repack`)

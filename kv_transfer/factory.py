@@ -8,6 +8,9 @@ from protocol.errors import StartupError
 from protocol.ids import WorkerIdentity
 from protocol.ports import KvTransport
 
+TORCH_KINDS = frozenset({"gloo", "nccl"})
+"""By torch.distributed, which is loaded for these alone."""
+
 
 def agent_name(identity: WorkerIdentity, rank: int, serial: int = 0) -> str:
     """A name that no other agent has or will have.
@@ -18,11 +21,17 @@ def agent_name(identity: WorkerIdentity, rank: int, serial: int = 0) -> str:
 
 
 def create_transport(
-    kind: str, memory: PoolMemory, agent: str, *, network: LoopbackNetwork | None = None
+    kind: str,
+    memory: PoolMemory,
+    agent: str,
+    *,
+    network: LoopbackNetwork | None = None,
+    host: str = "127.0.0.1",
 ) -> KvTransport:
     """Build the transport called `kind` over `memory`; `agent` must never have been used.
 
-    `loopback` needs the `network` that its peers are on. Raises `StartupError`, which says what to do.
+    `loopback` needs the `network` that its peers are on; gloo and nccl the address of this machine, by
+    which peers reach it. Raises `StartupError`, which says what to do.
     """
     if kind == "nixl":
         from kv_transfer.nixl import NixlTransport
@@ -32,4 +41,8 @@ def create_transport(
         if network is None:
             raise StartupError("transport: loopback works within one process only: set transport: nixl")
         return LoopbackTransport(memory, agent, network)
-    raise StartupError(f"there is no transport {kind!r}: set it to nixl or loopback")
+    if kind in TORCH_KINDS:
+        from kv_transfer.pairs import PairTransport
+
+        return PairTransport(kind, memory, agent, host)
+    raise StartupError(f"there is no transport {kind!r}: set it to nixl, gloo, nccl or loopback")

@@ -27,7 +27,7 @@ ALLOWED_IN = {
     "ray": ("cluster/",),
     "nixl": ("kv_transfer/nixl.py",),
     "triton": ("engine/ops/",),
-    "torch": ("engine/", "cluster/"),
+    "torch": ("engine/", "cluster/", "kv_transfer/pairs/"),
     "transformers": ("engine/weights/", "cluster/"),
     "grpc": ("rpc/", "prefill_worker/", "decode_worker/", "router/", "protocol/wire/"),
     "fastapi": ("router/", "cluster/"),

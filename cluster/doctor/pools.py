@@ -56,6 +56,17 @@ def _impossible(config: ClusterConfig, topic: Topic) -> Findings:
             "kv_transfer.transport is loopback, which works within one process only",
             "leave it out, or set it to nixl",
         )
+    on_gpus = [bool(config.pool(role).num_gpus) for role in Role]
+    if config.kv_transfer.transport == "nccl" and not all(on_gpus):
+        yield topic.problem(
+            "kv_transfer.transport is nccl, which moves KV between GPUs, and a pool has none",
+            "give both pools GPUs (num_gpus), or set it to nixl or gloo",
+        )
+    if config.kv_transfer.transport == "gloo" and any(on_gpus):
+        yield topic.problem(
+            "kv_transfer.transport is gloo, which moves host memory, and num_gpus puts a pool on GPUs",
+            "set it to nixl or nccl",
+        )
     if config.kv_transfer.checksum and (config.prefill.num_gpus or config.decode.num_gpus):
         yield topic.problem(
             "kv_transfer.checksum needs pools in host memory, and num_gpus puts one on GPUs",

@@ -54,8 +54,11 @@ def _block_bytes(seen: Seen, fields: dict[str, Any]) -> int:
 def pairs_of(seen: Seen) -> list[tuple[str, str]]:
     """Who reads from whom: nodes that may get prefill workers, and those that may get decode workers.
 
-    A node reads from itself when there is no other one.
+    A node reads from itself when there is no other one. Nobody reads where KV does not move over NIXL,
+    whose reads these are.
     """
+    if seen.config.kv_transfer.transport != "nixl":
+        return []
     owners, readers = (
         [node.name for node in eligible_nodes(seen, role) if NODE not in node.failures] for role in Role
     )

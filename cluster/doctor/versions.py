@@ -7,6 +7,7 @@ import platform
 from importlib import metadata, util
 from pathlib import Path
 
+from cluster.config import ClusterConfig
 from cluster.doctor.facts import NodeFacts, Seen, Versions
 from cluster.doctor.findings import Findings, Topic, difference
 
@@ -43,13 +44,14 @@ def torch_cuda() -> str | None:
 def check_versions(seen: Seen) -> Findings:
     for node in seen.nodes:
         if node.versions is not None:
-            yield from _check_node(node, node.versions)
+            yield from _check_node(node, node.versions, seen.config)
     yield from _compare(seen)
 
 
-def _check_node(node: NodeFacts, versions: Versions) -> Findings:
+def _check_node(node: NodeFacts, versions: Versions, config: ClusterConfig) -> Findings:
     topic = Topic(node.name, CHECK)
-    missing = [name for name in NEEDED if name not in versions.packages]
+    needed = [name for name in NEEDED if name != "nixl" or config.kv_transfer.transport == "nixl"]
+    missing = [name for name in needed if name not in versions.packages]
     if missing:
         yield topic.problem(
             f"not installed: {', '.join(missing)}",
@@ -60,7 +62,8 @@ def _check_node(node: NodeFacts, versions: Versions) -> Findings:
         return
     build = f"CUDA {versions.torch_cuda}" if versions.torch_cuda else "for CPUs"
     said = [f"Python {versions.python}", f"torch {versions.packages['torch']} ({build})"]
-    said += [f"{name} {versions.packages[name]}" for name in ("nixl", "ray", "splitserve")]
+    shown = [name for name in ("nixl", "ray", "splitserve") if name in versions.packages]
+    said += [f"{name} {versions.packages[name]}" for name in shown]
     yield topic.ok(", ".join(said))
 
 

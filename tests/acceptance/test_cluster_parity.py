@@ -53,11 +53,17 @@ async def test_a_cluster_over_nixl_answers_like_one_engine_and_like_transformers
     assert found.is_equal, "\n".join(found.lines())
 
 
-@pytest.mark.nixl
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_a_cluster_over_nixl_gives_the_bits_of_one_engine(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("transport", "dtype"),
+    [
+        pytest.param("nixl", "float32", marks=pytest.mark.nixl),
+        pytest.param("nixl", "bfloat16", marks=pytest.mark.nixl),
+        ("gloo", "float32"),
+    ],
+)
+async def test_a_cluster_gives_the_bits_of_one_engine(transport: str, dtype: str, tmp_path: Path) -> None:
     """Every log-probability, of greedy and of seeded tokens: as good as the logits themselves."""
-    config = tiny_config(tiny_model("smollm2", tmp_path), dtype=dtype)
+    config = tiny_config(tiny_model("smollm2", tmp_path), dtype=dtype, kv_transfer__transport=transport)
     folder = open_model(config)
     baseline = build_engine(config, config.prefill, folder)
     plain = greedy_cases(TEXT, num_cases=9, max_tokens=12, limit=baseline.scheduler.max_model_len)

@@ -85,6 +85,29 @@ def test_a_transport_within_one_process_is_refused_before_anything_is_started() 
         check_configuration(load_config(None, {"kv_transfer.transport": "loopback"}))
 
 
+@pytest.mark.parametrize(
+    ("transport", "num_gpus", "complaint"),
+    [
+        ("nccl", (0, 0), r"nccl.*num_gpus.*nixl or gloo"),
+        ("nccl", (1, 0), r"nccl.*num_gpus"),
+        ("gloo", (1, 1), r"gloo.*host memory.*nixl or nccl"),
+        ("gloo", (0, 1), r"gloo"),
+        ("gloo", (0, 0), None),
+        ("nccl", (1, 1), None),
+    ],
+)
+def test_a_transport_for_other_memory_is_refused_before_anything_is_started(
+    transport: str, num_gpus: tuple[int, int], complaint: str | None
+) -> None:
+    gpus = dict(zip(("prefill.num_gpus", "decode.num_gpus"), num_gpus, strict=True))
+    config = load_config(None, {"kv_transfer.transport": transport, **gpus})
+    if complaint is None:
+        check_configuration(config)
+    else:
+        with pytest.raises(StartupError, match=complaint):
+            check_configuration(config)
+
+
 def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setenv("PATH", str(tmp_path))

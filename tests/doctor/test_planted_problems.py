@@ -12,19 +12,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from doctor_kit import ACTIVE_PORT, DEFAULTS, GIB, healthy_node, probed, seen, the_only, write_model
+from doctor_kit import ACTIVE_PORT, DEFAULTS, GIB, bad, healthy_node, probed, seen, the_only, write_model
 from worker_fakes import CLUSTER_TOKEN, D0, FINGERPRINT, P0
 
 from cluster.config import load_config
 from cluster.doctor.doctor import check_all, examine
-from cluster.doctor.facts import Limits, Live, Memory, NodeFacts, Rdma, WorkerAnswer
+from cluster.doctor.facts import Limits, Live, Memory, NodeFacts, Rdma, Versions, WorkerAnswer
 from cluster.doctor.findings import Finding, Severity
 from cluster.doctor.model import probe_model
 from cluster.doctor.node import ThisNode
 from cluster.doctor.ports import probe_http_port
-from cluster.doctor.read_plan import ReadPlan
+from cluster.doctor.read_plan import ReadPlan, pairs_of
 from cluster.doctor.read_process import Measured
 from cluster.doctor.shm import probe_shm
+from cluster.doctor.versions import NEEDED
 from cluster.doctor.workers import ask_workers
 from protocol.errors import WorkerUnavailable
 from protocol.ids import Role
@@ -96,6 +97,26 @@ def test_pools_of_unequal_dtype_and_block_size_that_can_be_converted() -> None:
     texts = [f.what for f in found if f.severity is Severity.WARNING]
     assert any("converted on its way" in text for text in texts)
     assert any("blocks of 16 tokens in prefill, of 32 in decode" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("transport", "num_gpus", "what"),
+    [("loopback", 0, "one process only"), ("nccl", 0, "a pool has none"), ("gloo", 1, "host memory")],
+)
+def test_a_transport_that_cannot_move_the_pools(transport: str, num_gpus: int, what: str) -> None:
+    changes = {"kv_transfer__transport": transport, "prefill__num_gpus": num_gpus}
+    problems = [f for f in check_all(seen(**changes)) if f.severity is Severity.PROBLEM]
+    assert any(what in finding.what for finding in problems)
+    assert all("nixl" in finding.todo for finding in problems if "transport" in finding.what)
+
+
+def test_where_kv_moves_by_gloo_nixl_is_neither_needed_nor_tried() -> None:
+    packages = dict.fromkeys((name for name in NEEDED if name != "nixl"), "1")
+    node = healthy_node(versions=Versions("3.11.7", packages))
+    by_gloo = seen(node, kv_transfer__transport="gloo")
+    assert not bad(check_all(by_gloo))
+    assert not pairs_of(by_gloo)
+    assert the_only(check_all(seen(node)), Severity.PROBLEM).what == "not installed: nixl"
 
 
 def test_pools_of_unequal_models_that_refuse_each_other() -> None:

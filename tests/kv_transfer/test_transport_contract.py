@@ -36,8 +36,10 @@ def faulty(transport: KvTransport, memory: PoolMemory) -> KvTransport:
 WIRES = [
     pytest.param(lambda: Wire("loopback"), id="loopback"),
     pytest.param(lambda: Wire("nixl"), id="nixl", marks=pytest.mark.nixl),
+    pytest.param(lambda: Wire("gloo"), id="gloo"),
     pytest.param(lambda: Wire("loopback", faulty), id="faulty-loopback"),
     pytest.param(lambda: Wire("nixl", faulty), id="faulty-nixl", marks=pytest.mark.nixl),
+    pytest.param(lambda: Wire("gloo", faulty), id="faulty-gloo"),
 ]
 
 

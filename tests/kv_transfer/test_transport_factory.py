@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -35,8 +36,18 @@ def test_loopback_without_a_network_says_what_to_set(memory: PoolMemory) -> None
 
 
 def test_an_unknown_transport_names_the_known_ones(memory: PoolMemory) -> None:
-    with pytest.raises(StartupError, match="nixl or loopback"):
+    with pytest.raises(StartupError, match="nixl, gloo, nccl or loopback"):
         create_transport("pigeon", memory, "a")
+
+
+def test_torch_is_loaded_for_the_transports_that_need_it_alone() -> None:
+    program = (
+        "import sys\n"
+        "from kv_transfer import LoopbackNetwork, PoolMemory, create_transport\n"
+        "create_transport('loopback', PoolMemory.allocate(2, 8), 'a', network=LoopbackNetwork()).close()\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_agent_names_differ_by_worker_incarnation_rank_and_serial() -> None:

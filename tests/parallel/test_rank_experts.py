@@ -78,7 +78,12 @@ def test_files_of_packed_experts_are_told_apart_by_how_they_are_dealt_out(tmp_pa
     alone = token_ids(generate_some(load_rank(folder, None, tmp_path).runner))
     for expert_parallel in (False, True, True):  # the last one maps what was packed
         together = lead_ranks(
-            folder, RankLayout(2), tmp_path, generate_some, make_ops=cpp_ops, expert_parallel=expert_parallel
+            folder,
+            RankLayout(2),
+            tmp_path,
+            generate_some,
+            make_ops=cpp_ops,
+            expert_parallel=expert_parallel,
         )
         assert token_ids(together) == alone
     names = {file.stem.rpartition("-")[2] for file in tmp_path.glob("*.weights")}
