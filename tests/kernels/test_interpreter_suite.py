@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-LIMIT_S = 900
+LIMIT_S = 1200
 
 
 @pytest.mark.timeout(LIMIT_S + 30)

@@ -6,6 +6,8 @@ import pytest
 from compiled_attention import ATTENTIONS, check_fits, compiled_attention
 from fake_gpu import MODELS
 
+pytestmark = pytest.mark.timeout(600)
+
 
 @pytest.mark.parametrize("model", ATTENTIONS)
 @pytest.mark.parametrize("gpu", MODELS)

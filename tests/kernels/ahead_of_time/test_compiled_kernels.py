@@ -51,6 +51,9 @@ SERVING_STEPS = [
     [(2048, 1), (513, 513), (100, 3)],
 ]
 
+pytestmark = pytest.mark.timeout(600)
+"""The first test of each GPU compiles all kernels: 10 s, and minutes on a machine with other work."""
+
 
 @pytest.fixture(autouse=True)
 def inference() -> Iterator[None]:

@@ -72,6 +72,7 @@ def decode_with(capture: Capture | None) -> list[list[int]]:
     return [each.token_ids for each in done]
 
 
+@pytest.mark.timeout(600)  # 10 s, and minutes on a machine with other work
 def test_replayed_steps_give_the_tokens_of_each_sequence_alone() -> None:
     expected = decode_with(None)
     assert len(expected) == len(JOINS)
