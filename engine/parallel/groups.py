@@ -12,6 +12,7 @@ aborted: who waits in it stays for the whole limit.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -70,14 +71,17 @@ def connect_groups(
 
     def join(name: str, kind: str, place: int, size: int, device: torch.device = device) -> Communicator:
         own = PrefixStore(name, store)
-        return connect(kind, own, place, size, device=device, host=host, limit_s=limit_s)
+        communicator = connect(kind, own, place, size, device=device, host=host, limit_s=limit_s)
+        joined.callback(communicator.close)
+        return communicator
 
     # All ranks join in the same order, so that no two wait for each other.
     stage, place = layout.stage_of(rank), layout.place_of(rank)
-    steps_kind = "tcp" if layout.num_ranks > 1 else "solo"
-    steps = join("steps", steps_kind, rank, layout.num_ranks, CPU)
-    mine = join(f"stage {stage}", kind, place, layout.tensor_parallel_size)
-    links = {name: join(name, kind, role, 2) for name, role in _links(rank, layout)}
+    with ExitStack() as joined:
+        steps = join("steps", "tcp" if layout.num_ranks > 1 else "solo", rank, layout.num_ranks, CPU)
+        mine = join(f"stage {stage}", kind, place, layout.tensor_parallel_size)
+        links = {name: join(name, kind, role, 2) for name, role in _links(rank, layout)}
+        joined.pop_all()  # nothing failed: they stay
     return RankGroups(
         rank=rank,
         layout=layout,

@@ -11,10 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from cpp_variants import CACHE_DIR, best_ops
+from rank_groups import lead_ranks
 from rank_threads import LIMIT_S, run_groups
 from test_rank_parity import FEW_LAYERS, generate_some, require_parity
+from tiny_models import CPU
 from tiny_shards import load_rank, write_model
 
+from engine.ops import Ops, TorchOps
+from engine.ops.cpu import CpuOps
 from engine.parallel import RankGroups
 from engine.parallel.channel import StepChannel
 from engine.parallel.follower import Follower
@@ -39,6 +44,23 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["llama_biased", "qwen2", "qwen3_tied", "one_kv_head"])
 def test_stages_give_the_tokens_of_one_rank(kind: str, layout: RankLayout, tmp_path: Path) -> None:
     require_parity(write_model(kind, tmp_path, **FEW_LAYERS), layout, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ops", ["torch", "cpp"])
+def test_stages_that_share_no_layer_change_no_bit(ops: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = write_model("qwen2", tmp_path, **FEW_LAYERS)
+    if ops == "cpp":
+        best_ops(dtype)  # skips where there are none
+
+    def make_ops() -> Ops:
+        if ops == "cpp":
+            return CpuOps.create(CACHE_DIR, dtype=dtype, head_dim=16, num_threads=1)
+        return TorchOps(CPU, dtype)
+
+    parts = {"dtype": dtype, "make_ops": make_ops}
+    alone = generate_some(load_rank(folder, None, tmp_path, **parts).runner)
+    assert lead_ranks(folder, TWO_STAGES, tmp_path, generate_some, **parts) == alone
 
 
 def test_layers_keep_their_windows_in_uneven_stages(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def load_rank(
     cache_dir: Path,
     *,
     make_ops: Callable[[], Ops] = torch_ops,
+    dtype: torch.dtype = torch.float32,
     num_blocks: int = NUM_BLOCKS,
     num_host_blocks: int = 0,
 ) -> Rank:
@@ -63,7 +64,6 @@ def load_rank(
     config = ModelConfig.from_hf(folder.config)
     ops = make_ops()
     shard = shard_of(config, groups.rank, groups.layout) if groups else None
-    dtype = torch.float32
     weights = load_packed(folder, config, ops, device=CPU, dtype=dtype, cache_dir=cache_dir, shard=shard)
     model = DecoderModel(
         shard.local if shard else config,
