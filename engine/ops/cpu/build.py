@@ -49,8 +49,8 @@ def build_for(
 ) -> Path:
     """The library for `instruction_set`, compiled unless the cache has it. Raises `StartupError`.
 
-    Where several need it at once, as the ranks of a worker do, one compiles and the others wait. A file with
-    its final name is whole.
+    Where several need it at once, as ranks of a worker do, one compiles and the others wait. A file with its
+    final name is whole.
     """
     from engine.weights.cache_files import locked
 
