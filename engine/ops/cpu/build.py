@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 SOURCE_DIR = Path(__file__).parent
 PREFIX = "cpu-ops-"
+LOCK = ".lock"
 BUILD_TIMEOUT_S = 300.0
 FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wno-psabi"),
@@ -49,8 +50,8 @@ def build_for(
 ) -> Path:
     """The library for `instruction_set`, compiled unless the cache has it. Raises `StartupError`.
 
-    Where several need it at once, as ranks of a worker do, one compiles and the others wait. A file with its
-    final name is whole.
+    Where several need it at once, as ranks of a worker do, one compiles and the others wait. A file with
+    its final name is whole.
     """
     from engine.weights.cache_files import locked
 
@@ -59,7 +60,7 @@ def build_for(
     if library.exists():
         return library
     cache_dir.mkdir(parents=True, exist_ok=True)
-    with locked(cache_dir / f".{library.name}.lock"):
+    with locked(cache_dir / LOCK):
         if not library.exists():
             _compile(library, compiler, flags)
     return library
