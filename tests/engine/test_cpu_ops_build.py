@@ -12,7 +12,7 @@ import torch
 
 from engine.machine import find_compiler, read_cpu_flags
 from engine.ops.cpu import CpuOps
-from engine.ops.cpu.build import build, build_for
+from engine.ops.cpu.build import LOCK, build, build_for
 from engine.ops.cpu.instruction_sets import INSTRUCTION_SETS, InstructionSet, usable
 from protocol.errors import StartupError
 
@@ -76,12 +76,12 @@ def test_absent_compiler_is_named_in_one_line(tmp_path: Path, monkeypatch: pytes
         create(tmp_path, cpu_flags=ALL_FLAGS)
 
 
-def test_broken_compiler_is_one_line_and_leaves_no_file(tmp_path: Path) -> None:
+def test_broken_compiler_is_one_line_and_leaves_nothing_but_the_lock(tmp_path: Path) -> None:
     compiler = fake_compiler(tmp_path, "echo kernels.cpp:1: error: no such header >&2; exit 1")
     with pytest.raises(StartupError, match="no such header") as refused:
         build_for(QUICK, tmp_path / "cache", compiler)
     assert "\n" not in refused.value.message
-    assert not list((tmp_path / "cache").iterdir())
+    assert [file.name for file in (tmp_path / "cache").iterdir()] == [LOCK]
 
 
 def test_compiler_without_an_instruction_set_builds_the_next(tmp_path: Path) -> None:
@@ -101,15 +101,16 @@ def test_library_is_built_once_and_again_for_another_compiler_or_set(tmp_path: P
     assert build_for(InstructionSet("other", frozenset(), ()), cache, compiler) != first
     compiler.write_text(compiler.read_text("utf-8").replace("fake 1", "fake 2"), "utf-8")
     assert build_for(QUICK, cache, compiler) != first
-    assert len(list(cache.iterdir())) == 3
+    assert len(list(cache.glob("*.so"))) == 3
 
 
-def test_builds_at_the_same_time_end_in_one_whole_library(tmp_path: Path) -> None:
-    compiler = fake_compiler(tmp_path, "echo half > $out; echo whole >> $out")
+def test_of_builds_at_the_same_time_one_compiles_and_the_others_wait_for_it(tmp_path: Path) -> None:
+    compiler = fake_compiler(tmp_path, "echo run >> $0.log; echo half > $out; echo whole >> $out")
     with ThreadPoolExecutor(4) as threads:
         built = list(threads.map(lambda _: build_for(QUICK, tmp_path / "cache", compiler), range(8)))
     assert len(set(built)) == 1
-    assert list((tmp_path / "cache").iterdir()) == [built[0]]
+    assert list((tmp_path / "cache").glob("cpu-ops*")) == [built[0]]
+    assert Path(f"{compiler}.log").read_text("utf-8") == "run\n"
     assert built[0].read_text("utf-8") == "half\nwhole\n"
 
 

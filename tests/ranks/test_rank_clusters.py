@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_clusters import tiny_config, tiny_model
+from tiny_clusters import tiny_config
 from tiny_models import VOCAB_SIZE
 
 from cluster.compose import open_model
@@ -17,12 +17,6 @@ from cluster.verification.colocated import answer_colocated
 from cluster.verification.reference import TransformersReference
 
 TEXT = [3 + (i * i + 7 * i) % (VOCAB_SIZE - 3) for i in range(997)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four query heads and two KV heads: on four ranks each KV head is on two of them."""
-    return tiny_model("qwen2", tmp_path_factory.mktemp("models"), num_hidden_layers=4)
 
 
 def rank_config(

@@ -29,11 +29,6 @@ TEXT = [3 + (i * i + 7 * i) % (VOCAB_SIZE - 3) for i in range(997)]
 IDENTITY = WorkerIdentity(WorkerId("prefill-0"), "1")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("qwen2", tmp_path_factory.mktemp("models"))
-
-
 class RecordingLauncher(ThreadLauncher):
     """Followers as threads, which a test can look at."""
 
@@ -76,11 +71,11 @@ def test_an_engine_of_several_ranks_gives_the_tokens_of_one(model: Path, num_ran
         assert not handle.alive
 
 
-def test_all_ranks_use_as_many_blocks_as_the_least_of_them_holds(tmp_path: Path) -> None:
+def test_all_ranks_use_as_many_blocks_as_the_least_of_them_holds(model: Path) -> None:
     """Three KV heads on two ranks: the first rank's blocks are twice as large."""
-    model = tiny_model("llama", tmp_path, num_key_value_heads=3)
+    uneven = tiny_model("llama", model.parent, num_key_value_heads=3)
     sizes = {"prefill__num_blocks": None, "prefill__kv_cache_memory": "1MiB"}
-    config = rank_config(model, 2, **sizes)
+    config = rank_config(uneven, 2, **sizes)
     with led(config, RecordingLauncher()) as parts:
         assert parts.kv_cache.num_blocks == 2**20 // parts.kv_cache.block_bytes
         assert parts.scheduler.num_blocks == parts.kv_cache.num_blocks

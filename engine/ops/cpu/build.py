@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 SOURCE_DIR = Path(__file__).parent
 PREFIX = "cpu-ops-"
+LOCK = ".lock"
 BUILD_TIMEOUT_S = 300.0
 FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wno-psabi"),
@@ -49,21 +50,30 @@ def build_for(
 ) -> Path:
     """The library for `instruction_set`, compiled unless the cache has it. Raises `StartupError`.
 
-    Safe when processes build at once: each compiles into a file of its own and renames it into place.
+    Where several need it at once, as ranks of a worker do, one compiles and the others wait. A file with
+    its final name is whole.
     """
+    from engine.weights.cache_files import locked
+
     flags = (*FLAGS, *instruction_set.compiler_flags, *extra_flags)
     library = cache_dir / f"{PREFIX}{instruction_set.name}-{_fingerprint(compiler, flags)}.so"
     if library.exists():
         return library
     cache_dir.mkdir(parents=True, exist_ok=True)
-    handle, unfinished = tempfile.mkstemp(suffix=".so.tmp", dir=cache_dir)
+    with locked(cache_dir / LOCK):
+        if not library.exists():
+            _compile(library, compiler, flags)
+    return library
+
+
+def _compile(library: Path, compiler: Path, flags: Sequence[str]) -> None:
+    handle, unfinished = tempfile.mkstemp(suffix=".so.tmp", dir=library.parent)
     os.close(handle)
     try:
         _run(compiler, *flags, str(SOURCE_DIR / "kernels.cpp"), "-o", unfinished)
         Path(unfinished).rename(library)
     finally:
         Path(unfinished).unlink(missing_ok=True)
-    return library
 
 
 def _fingerprint(compiler: Path, flags: tuple[str, ...]) -> str:
