@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.parallel.communicator import Communicator, SoloCommunicator
+from engine.parallel.gloo import GlooCommunicator
 from engine.parallel.nccl import NcclCommunicator
 from engine.parallel.tcp import TcpCommunicator
 from protocol.errors import StartupError
@@ -14,7 +15,7 @@ from protocol.errors import StartupError
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-KINDS = ("solo", "tcp", "nccl")
+KINDS = ("solo", "tcp", "gloo", "nccl")
 
 
 def connect(
@@ -43,4 +44,6 @@ def connect(
         raise StartupError(f"{kind} does not reach tensors on {device.type}: tcp on CPUs, nccl on GPUs")
     if kind == "nccl":
         return NcclCommunicator(store, rank, num_ranks, device, limit_s=limit_s)
+    if kind == "gloo":
+        return GlooCommunicator(store, rank, num_ranks, host=host, limit_s=limit_s)
     return TcpCommunicator(store, rank, num_ranks, host=host, limit_s=limit_s)

@@ -5,7 +5,8 @@
     links    one rank and another   hidden states from a stage to the next one, each place to its like;
                                     logits from the last stage to the leader
 
-A link is a group of two, whose first rank sends: a broadcast, which ends as all that a group does.
+A link is a group of two, whose first rank sends: a broadcast. Gloo's own sending and receiving cannot be
+aborted: who waits in it stays for the whole limit.
 """
 
 from __future__ import annotations

@@ -18,12 +18,14 @@ LIMIT_S = 60.0
 """The machine may be busy; a test that passes waits for nothing."""
 
 
-def run_ranks(num_ranks: int, work: Callable[[Communicator], T], limit_s: float = LIMIT_S) -> list[T]:
+def run_ranks(
+    num_ranks: int, work: Callable[[Communicator], T], limit_s: float = LIMIT_S, kind: str = "tcp"
+) -> list[T]:
     """What `work` returns for each rank. Raises what the first rank that fails raised."""
     store = HashStore()
 
     def rank(number: int) -> T:
-        communicator = connect("tcp", store, number, num_ranks, device=torch.device("cpu"), limit_s=limit_s)
+        communicator = connect(kind, store, number, num_ranks, device=torch.device("cpu"), limit_s=limit_s)
         try:
             return work(communicator)
         finally:

@@ -16,10 +16,17 @@ from protocol.errors import EngineFault, StartupError
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(params=["tcp", "gloo"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """All that join ranks on CPUs do the same."""
+    name: str = request.param
+    return name
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sum_is_taken_in_the_order_of_ranks_for_every_number_of_rows(
-    num_ranks: int, dtype: torch.dtype
+    kind: str, num_ranks: int, dtype: torch.dtype
 ) -> None:
     parts = torch.randn(num_ranks, 37, 24, generator=torch.Generator().manual_seed(3)).to(dtype)
 
@@ -30,13 +37,13 @@ def test_a_sum_is_taken_in_the_order_of_ranks_for_every_number_of_rows(
     expected = parts[0].float()
     for part in parts[1:]:
         expected = expected + part.float()
-    for sums in run_ranks(num_ranks, work):
+    for sums in run_ranks(num_ranks, work, kind=kind):
         for found in sums:
             assert found.dtype is dtype
             assert torch.equal(found, expected[: len(found)].to(dtype))
 
 
-def test_all_gather_gather_and_broadcast_follow_the_order_of_ranks() -> None:
+def test_all_gather_gather_and_broadcast_follow_the_order_of_ranks(kind: str) -> None:
     def work(communicator: Communicator) -> tuple[list[int], list[int], list[int]]:
         mine = torch.tensor([communicator.rank, 7], dtype=torch.int32)
         everybody = communicator.all_gather(mine)[:, 0].tolist()
@@ -45,12 +52,12 @@ def test_all_gather_gather_and_broadcast_follow_the_order_of_ranks() -> None:
         communicator.broadcast(told)
         return everybody, gathered, told.tolist()
 
-    first, *others = run_ranks(3, work)
+    first, *others = run_ranks(3, work, kind=kind)
     assert first == ([0, 1, 2], [0, 1, 2], [5])
     assert others == [([0, 1, 2], [], [5])] * 2
 
 
-def test_calls_of_the_others_fail_once_a_rank_has_left() -> None:
+def test_calls_of_the_others_fail_once_a_rank_has_left(kind: str) -> None:
     def work(communicator: Communicator) -> str:
         if communicator.rank == 1:
             return ""
@@ -60,10 +67,10 @@ def test_calls_of_the_others_fail_once_a_rank_has_left() -> None:
             communicator.broadcast(torch.zeros(4))
         return caught.value.message
 
-    assert all(run_ranks(3, work)[::2])
+    assert all(run_ranks(3, work, kind=kind)[::2])
 
 
-def test_a_rank_that_does_not_come_is_waited_for_within_the_limit() -> None:
+def test_a_rank_that_does_not_come_is_waited_for_within_the_limit(kind: str) -> None:
     is_over = threading.Event()
 
     def work(communicator: Communicator) -> None:
@@ -74,10 +81,10 @@ def test_a_rank_that_does_not_come_is_waited_for_within_the_limit() -> None:
             communicator.all_gather(torch.zeros(4))
         is_over.set()
 
-    run_ranks(2, work, limit_s=0.5)
+    run_ranks(2, work, limit_s=0.5, kind=kind)
 
 
-def test_abort_from_another_thread_ends_a_waiting_call() -> None:
+def test_abort_from_another_thread_ends_a_waiting_call(kind: str) -> None:
     is_over = threading.Event()
 
     def work(communicator: Communicator) -> None:
@@ -89,11 +96,11 @@ def test_abort_from_another_thread_ends_a_waiting_call() -> None:
             communicator.all_gather(torch.zeros(4))
         is_over.set()
 
-    run_ranks(2, work, limit_s=20)
+    run_ranks(2, work, limit_s=20, kind=kind)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.bfloat16])
-def test_long_and_empty_tensors_of_any_type_pass(dtype: torch.dtype) -> None:
+def test_long_and_empty_tensors_of_any_type_pass(kind: str, dtype: torch.dtype) -> None:
     """All send much more than a connection holds, and none waits for another to take it."""
 
     def work(communicator: Communicator) -> list[list[int]]:
@@ -107,7 +114,7 @@ def test_long_and_empty_tensors_of_any_type_pass(dtype: torch.dtype) -> None:
             found.append([*everybody[:, -1:].flatten().int().tolist(), *told[-1:].int().tolist()])
         return found
 
-    assert run_ranks(3, work) == [[[1, 2, 3, 1], [1, 2, 3, 1], []]] * 3
+    assert run_ranks(3, work, kind=kind) == [[[1, 2, 3, 1], [1, 2, 3, 1], []]] * 3
 
 
 def test_a_stranger_at_a_ranks_door_is_not_let_in() -> None:
@@ -132,9 +139,9 @@ def test_a_stranger_at_a_ranks_door_is_not_let_in() -> None:
         communicator.close()
 
 
-def test_a_group_that_never_meets_is_a_fault_within_the_limit() -> None:
+def test_a_group_that_never_meets_is_a_fault_within_the_limit(kind: str) -> None:
     with pytest.raises(EngineFault, match="rank 0 of 2 lost its group: start failed"):
-        connect("tcp", HashStore(), 0, 2, device=CPU, limit_s=0.2)
+        connect(kind, HashStore(), 0, 2, device=CPU, limit_s=0.2)
 
 
 def test_ranks_meet_through_the_leaders_store() -> None:
@@ -150,6 +157,7 @@ def test_ranks_meet_through_the_leaders_store() -> None:
         ("mpi", 2, "cpu", "there is no communicator 'mpi'"),
         ("solo", 2, "cpu", "2 ranks need a communicator"),
         ("nccl", 2, "cpu", "nccl does not reach tensors on cpu"),
+        ("gloo", 2, "cuda", "gloo does not reach tensors on cuda"),
         ("tcp", 2, "cuda", "tcp does not reach tensors on cuda"),
     ],
 )
