@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.config import ClusterConfig, PoolConfig
+from cluster.config import ClusterConfig, DecodePoolConfig, PoolConfig
 from cluster.provided_engine import OnEvents, ProvidedEngine
 from cluster.rank_parts import RankParts, load_rank
 from cluster.ranks.seat import LeaderSeat, OnlySeat
@@ -106,8 +106,8 @@ def _runner(rank: RankParts, folder: ModelFolder, pool: PoolConfig) -> ModelRunn
         rank.kv_cache,
         tuple(folder.eos_token_ids),
         rank.host_pool,
-        # What ranks do together is in no graph.
-        capture=capture_for(model.ops, model.device) if model.partition.is_whole else None,
+        # A prefill worker has no steps that only decode.
+        capture=capture_for(model.ops, model.device) if isinstance(pool, DecodePoolConfig) else None,
         max_sequences=pool.max_num_seqs,
     )
 

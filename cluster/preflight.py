@@ -11,6 +11,7 @@ from cluster.faults import check_faults
 from cluster.model_length import max_model_len
 from engine.machine import COMPILERS, find_compiler, read_cpu_flags
 from engine.model.config import ModelConfig
+from engine.model.experts import experts_of
 from engine.weights import ModelFolder
 from protocol.errors import StartupError
 from protocol.rank_layout import RankLayout, kv_parts
@@ -70,6 +71,7 @@ def check_sizes(config: ClusterConfig, model: ModelConfig) -> None:
     length = max_model_len(config, model)
     for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
         _check_shareable(name, config.layout_of(pool), model)
+        _check_experts(name, config, pool, model)
         _check_holds_longest(name, config, pool, model, length)
 
 
@@ -86,6 +88,26 @@ def _check_shareable(name: str, layout: RankLayout, model: ModelConfig) -> None:
                 f"{key} of {name} workers is {number}, but the model has {total} {what}:"
                 f" lower it to {total} or less"
             )
+
+
+def _check_experts(name: str, config: ClusterConfig, pool: PoolConfig, model: ModelConfig) -> None:
+    """Of layers that have any, each rank of a stage needs one, or a column of each."""
+    experts = experts_of(model.experts)
+    number = config.layout_of(pool).tensor_parallel_size
+    if number == 1:
+        return
+    if experts is None:
+        if config.ranks.expert_parallel:
+            raise StartupError("ranks.expert_parallel is on, but the model has no experts: leave it out")
+        return
+    total, what = experts.intermediate_size, "columns in each expert"
+    if config.ranks.expert_parallel:
+        total, what = experts.num_experts, "experts"
+    if number > total:
+        raise StartupError(
+            f"tensor_parallel_size of {name} workers is {number}, but the model has {total} {what}:"
+            f" lower it to {total} or less"
+        )
 
 
 def _check_holds_longest(

@@ -14,6 +14,10 @@ PlacementStrategy = Literal["PACK", "STRICT_PACK"]
 class RanksConfig(Section):
     """Workers whose model several ranks share: see `tensor_parallel_size` and `pipeline_parallel_size`."""
 
+    communicator: Literal["auto", "tcp", "gloo", "nccl"] = "auto"
+    """How ranks exchange tensors; auto: nccl on GPUs, else tcp, which takes a fraction of gloo's time."""
+    expert_parallel: bool = False
+    """Deal whole experts out to the ranks of a stage, instead of some columns of each."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """How long the ranks of a worker wait for each other while they load the model."""
     step_timeout_s: float = Field(default=60.0, gt=0)

@@ -38,7 +38,7 @@ def follow(spec: RankSpec, network: LoopbackNetwork | None = None) -> None:
 def _following(spec: RankSpec, network: LoopbackNetwork | None) -> Iterator[Follower]:
     config, pool, layout = spec.place()
     meeting = Meeting(spec.store_address, spec.rank, layout.num_ranks, config.ranks.start_timeout_s)
-    seat = SharedSeat(meeting, layout, spec.host, config.ranks.step_timeout_s)
+    seat = SharedSeat(meeting, layout, spec.host, config.ranks)
     with ExitStack() as ends:
         try:
             parts = load_rank(config, pool, open_model(config), seat)

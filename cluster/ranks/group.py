@@ -81,4 +81,4 @@ def _start_followers(
     ]
     followers = Followers(handles, store)
     meeting = Meeting(address, 0, layout.num_ranks, limits.start_timeout_s, watch=followers.check)
-    return FirstSeat(meeting, layout, launcher.host, limits.step_timeout_s, followers)
+    return FirstSeat(meeting, layout, launcher.host, limits, followers)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from cluster.ranks.leading_engine import END_S, LeadingEngine
 from cluster.ranks.meeting import Meeting
+from cluster.ranks_config import RanksConfig
 from engine import Command
 from engine.parallel import RankGroups, RankPartition, Shard, connect_groups, shard_of
 from engine.parallel.channel import StepChannel
@@ -100,16 +101,16 @@ class OnlySeat:
 class SharedSeat:
     """Of one rank of several; what leader and followers do alike."""
 
-    def __init__(self, meeting: Meeting, layout: RankLayout, host: str, step_timeout_s: float) -> None:
+    def __init__(self, meeting: Meeting, layout: RankLayout, host: str, ranks: RanksConfig) -> None:
         """`host` is this rank's address, as the others reach it."""
         self.layout = layout
         self._meeting = meeting
         self._host = host
-        self._step_timeout_s = step_timeout_s
+        self._ranks = ranks
         self._groups: RankGroups | None = None
 
     def shard_of(self, model: ModelConfig) -> Shard | None:
-        return shard_of(model, self._meeting.rank, self.layout)
+        return shard_of(model, self._meeting.rank, self.layout, expert_parallel=self._ranks.expert_parallel)
 
     def agree(self, room: Room) -> Room:
         self._meeting.say("room", json.dumps(astuple(room)))
@@ -119,15 +120,20 @@ class SharedSeat:
     def join(self, shard: Shard | None, device: torch.device) -> Partition | None:
         assert shard is not None, "this rank's part of the model"  # noqa: S101
         self._groups = connect_groups(
-            "nccl" if device.type == "cuda" else "tcp",
+            self._communicator(device),
             self._meeting.group_store("groups"),
             self._meeting.rank,
             self.layout,
             device=device,
             host=self._host,
-            limit_s=self._step_timeout_s,
+            limit_s=self._ranks.step_timeout_s,
         )
         return RankPartition(shard, self._groups)
+
+    def _communicator(self, device: torch.device) -> str:
+        if self._ranks.communicator != "auto":
+            return self._ranks.communicator
+        return "nccl" if device.type == "cuda" else "tcp"
 
     def step_channel(self) -> StepChannel:
         """Between the leader and the others, once this rank has joined them."""
@@ -145,9 +151,9 @@ class FirstSeat(SharedSeat):
     """Of the leader. Owns the followers that it has started."""
 
     def __init__(
-        self, meeting: Meeting, layout: RankLayout, host: str, step_timeout_s: float, followers: Followers
+        self, meeting: Meeting, layout: RankLayout, host: str, ranks: RanksConfig, followers: Followers
     ) -> None:
-        super().__init__(meeting, layout, host, step_timeout_s)
+        super().__init__(meeting, layout, host, ranks)
         self._followers = followers
         self._leader: LeaderRunner | None = None
         self.kv_sides: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """One model over several ranks: pipeline parallelism, and tensor parallelism in each of its stages.
 
 shard           which part of the model is whose
-communicator    what ranks can do together: solo, `gloo`, `nccl`; `connect` by name after a `rendezvous`
+communicator    what ranks can do together: solo, `tcp`, `gloo`, `nccl`; `connect` after a `rendezvous`
 partition       what they do together within a pass of the model
 leader          the rank with scheduler and sampler     follower    the others
 channel         what goes between them per step         message     as numbers

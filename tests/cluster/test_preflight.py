@@ -52,12 +52,24 @@ def test_a_good_configuration_passes(model: Path) -> None:
             "tensor_parallel_size of decode workers is 64, but the model",
         ),
         ({"pipeline_parallel_size": 64}, "pipeline_parallel_size of prefill workers is 64"),
+        ({"tensor_parallel_size": 2, "ranks__expert_parallel": True}, "has no experts: leave it out"),
     ],
 )
 def test_bad_values_name_their_key(model: Path, changes: dict[str, object], says: str) -> None:
     config = tiny_config(model, **changes)
     with pytest.raises(StartupError, match=says):
         check_before_start(config, open_model(config))
+
+
+def test_each_rank_needs_an_expert_where_whole_ones_are_dealt_out(tmp_path: Path) -> None:
+    mixture = tiny_model("mixtral", tmp_path, num_attention_heads=8)
+    for experts_are_whole in (False, True):
+        config = tiny_config(mixture, tensor_parallel_size=8, ranks__expert_parallel=experts_are_whole)
+        if experts_are_whole:
+            with pytest.raises(StartupError, match="is 8, but the model has 4 experts"):
+                check_before_start(config, open_model(config))
+        else:
+            check_before_start(config, open_model(config))
 
 
 def test_memory_for_exactly_the_longest_sequence_is_enough(model: Path) -> None:

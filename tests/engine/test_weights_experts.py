@@ -20,6 +20,7 @@ from engine.weights.folder import open_folder
 from engine.weights.packed_file import map_parts, write_parts
 from engine.weights.part import byte_range
 from protocol.errors import StartupError
+from protocol.rank_layout import RankLayout
 
 KINDS = ["mixtral", "qwen3_moe_mixed"]
 
@@ -51,7 +52,9 @@ def test_a_rank_reads_its_part_of_stacked_experts(kind: str, expert_parallel: bo
     make_reference(kind).save_pretrained(tmp_path / "apart")
     apart, stacked = open_folder(tmp_path / "apart", name=kind), save_stacked(kind, tmp_path / "stacked")
     for rank in range(2):
-        shard = shard_of(ModelConfig.from_hf(apart.config), rank, 2, expert_parallel)
+        shard = shard_of(
+            ModelConfig.from_hf(apart.config), rank, RankLayout(2), expert_parallel=expert_parallel
+        )
         expected, found = (load_weights(folder, torch.float32, shard=shard) for folder in (apart, stacked))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], weight) for name, weight in expected.items())

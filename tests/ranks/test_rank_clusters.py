@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_clusters import tiny_config
+from tiny_clusters import tiny_config, tiny_model
 from tiny_models import VOCAB_SIZE
 
 from cluster.compose import open_model
@@ -51,27 +51,32 @@ async def assert_verified(config: ClusterConfig) -> None:
     assert found.is_equal, "\n".join(found.lines())
 
 
-PAIRS = [
-    ((2, 1), (1, 1)),
-    ((1, 1), (2, 1)),
-    ((2, 1), (4, 1)),
-    ((4, 1), (2, 1)),
-    ((1, 2), (2, 1)),
-    ((2, 1), (1, 2)),
-    ((2, 2), (2, 2)),
-]
+Layout = tuple[int, int]
+
+PLACES = [((1, 1), (2, 1)), ((2, 1), (1, 1)), ((2, 1), (4, 1)), ((4, 1), (2, 1))]
+"""On four ranks each of the two KV heads is on two of them."""
+STAGES = [((1, 2), (2, 1)), ((2, 1), (1, 2)), ((2, 2), (2, 2))]
 
 
-@pytest.mark.parametrize(("prefill", "decode"), PAIRS)
-async def test_workers_of_any_ranks_hand_over(
-    model: Path, prefill: tuple[int, int], decode: tuple[int, int]
+@pytest.mark.parametrize("transport", [pytest.param("nixl", marks=pytest.mark.nixl), "gloo"])
+@pytest.mark.parametrize(("prefill", "decode"), PLACES)
+async def test_workers_that_deal_out_heads_hand_over(
+    model: Path, prefill: Layout, decode: Layout, transport: str
 ) -> None:
+    await assert_verified(rank_config(model, prefill, decode, kv_transfer__transport=transport))
+
+
+@pytest.mark.parametrize(("prefill", "decode"), STAGES)
+async def test_workers_of_stages_hand_over(model: Path, prefill: Layout, decode: Layout) -> None:
     await assert_verified(rank_config(model, prefill, decode, kv_transfer__transport="loopback"))
 
 
-@pytest.mark.nixl
-@pytest.mark.parametrize(("prefill", "decode"), [((2, 1), (4, 1)), ((1, 2), (2, 1))])
-async def test_workers_of_any_ranks_hand_over_by_nixl(
-    model: Path, prefill: tuple[int, int], decode: tuple[int, int]
-) -> None:
-    await assert_verified(rank_config(model, prefill, decode))
+async def test_ranks_may_meet_by_gloo(model: Path) -> None:
+    changes = {"kv_transfer__transport": "loopback", "ranks__communicator": "gloo"}
+    await assert_verified(rank_config(model, (2, 1), (4, 1), **changes))
+
+
+async def test_experts_may_be_dealt_out_whole(tmp_path: Path) -> None:
+    mixture = tiny_model("mixtral", tmp_path, num_hidden_layers=2)
+    changes = {"kv_transfer__transport": "loopback", "ranks__expert_parallel": True}
+    await assert_verified(rank_config(mixture, (2, 1), (1, 1), **changes))
