@@ -6,7 +6,6 @@ import signal
 import socket
 from pathlib import Path
 
-import psutil
 import pytest
 from served_cluster import LOOPBACK, assert_gone, serving, stop
 
