@@ -15,7 +15,7 @@ from engine.ops.cpu.build import build_for
 from engine.ops.cpu.instruction_sets import InstructionSet, usable
 
 HERE = Path(__file__).parent
-SANITIZED = ("-fsanitize=address", "-fno-omit-frame-pointer", "-O1", "-g")
+SANITIZED = ("-fsanitize=address", "-fno-omit-frame-pointer", "-O1", "-g1")
 RUN = """
 import sys, pytest, cpp_variants
 from test_cpu_ops_memory import sanitized
