@@ -20,7 +20,9 @@ settings.load_profile("shared machine")
 
 CLUSTERS_OF_PROCESSES = {"acceptance", "cluster_hosts", "netns", "soak"}
 """Folders of tests that start some, and see what becomes of them under load."""
-IN_ONE_PROCESS = {"test_cluster_local.py", "test_cluster_parity.py", "test_cluster_unequal.py"}
+IN_ONE_PROCESS = {
+    f"test_cluster_{name}.py" for name in ("api", "drain", "hangups", "local", "parity", "unequal")
+}
 """Files of these folders that do not."""
 
 
