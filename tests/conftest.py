@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -18,8 +20,16 @@ settings.load_profile("shared machine")
 
 CLUSTERS_OF_PROCESSES = {"acceptance", "cluster_hosts", "netns", "soak"}
 """Folders of tests that start some, and see what becomes of them under load."""
-IN_ONE_PROCESS = {"test_cluster_local.py", "test_cluster_parity.py", "test_cluster_unequal.py"}
+IN_ONE_PROCESS = {
+    f"test_cluster_{name}.py" for name in ("api", "drain", "hangups", "local", "parity", "unequal")
+}
 """Files of these folders that do not."""
+
+
+def pytest_configure() -> None:
+    """Dozens of processes import the same modules: compile them once, whatever the environment says."""
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

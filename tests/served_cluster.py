@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from compiled_ops import cache_folder
 
 SPLITSERVE = Path(sys.executable).parent / "splitserve"
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
@@ -114,7 +115,7 @@ def serving(
 ) -> Iterator[Served]:
     """Start a cluster of small pools; on the way out it is stopped, and nothing may be left of it."""
     port = port or free_port()
-    settings = ["--set", f"cache_dir={folder / 'cache'}"]
+    settings = ["--set", f"cache_dir={cache_folder(folder)}"]
     command = [SPLITSERVE, "serve", model, "--served-model-name", "tiny", "--port", str(port), *settings]
     command += ["--set", "prefill.num_blocks=200", "--set", "decode.num_blocks=200", *arguments]
     log = folder / f"serve-{port}.log"

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,9 +23,13 @@ class Mix:
     prompts: tuple[int, ...] = (5, 60, 250)
     outputs: tuple[int, ...] = (4, 40, 120)
     num_clients: int = 4
+    rest: float = 0.0
+    """A client's pause after each answer, as a share of the time that it took, up to a second."""
 
 
 LIGHT = Mix(prompts=(5,), outputs=(4,), num_clients=1)
+RESTING = Mix(rest=1.0)
+"""Leaves half of a small machine to the workers that start meanwhile."""
 
 
 class Load:
@@ -43,6 +48,7 @@ class Load:
     def _ask_all(self, seed: int) -> None:
         rng = random.Random(seed)
         while not self._is_over.is_set():
+            asked_at = time.monotonic()
             try:
                 problem = self._ask(rng)
             except (OSError, http.client.HTTPException) as error:
@@ -51,6 +57,7 @@ class Load:
                 self.failures.append(problem)
                 self._is_over.wait(0.1)
             self.num_answered += 1
+            self._is_over.wait(min(self._mix.rest * (time.monotonic() - asked_at), 1.0))
 
     def _ask(self, rng: random.Random) -> str | None:
         num_tokens = rng.choice(self._mix.outputs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,16 +50,18 @@ def product_files() -> list[Path]:
     return sorted(p for package in LAYERS for p in (ROOT / package).rglob("*.py"))
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
+@cache
+def imports(path: Path) -> list[tuple[str, bool]]:
     """(module, is at the top of the file) of every absolute import."""
+    found = []
     tree = ast.parse(path.read_text(encoding="utf-8"))
     top = set(map(id, tree.body))
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, id(node) in top
+            found += [(alias.name, id(node) in top) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module, id(node) in top
+            found.append((node.module, id(node) in top))
+    return found
 
 
 @pytest.mark.parametrize("path", product_files(), ids=lambda p: str(p.relative_to(ROOT)))

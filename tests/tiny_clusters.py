@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from compiled_ops import cache_folder
 from tiny_models import VOCAB_SIZE, make_reference
 
 from cluster.config import ClusterConfig, load_config
@@ -29,7 +30,7 @@ def tiny_config(model: Path, **changes: Any) -> ClusterConfig:
         "model": str(model),
         "served_model_name": "tiny",
         "dtype": "float32",
-        "cache_dir": str(model.parent / "cache"),
+        "cache_dir": str(cache_folder(model.parent)),
         "http.port": 0,
         "prefill.num_blocks": 200,
         "decode.num_blocks": 200,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import httpx
 import openai
 import pytest
+from compiled_ops import cache_folder
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.config import load_config
@@ -28,7 +29,7 @@ class Served:
 
 @pytest.fixture
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    cache = tmp_path_factory.getbasetemp() / "demo-cache"
+    cache = cache_folder(tmp_path_factory.getbasetemp() / "demo")
     config = load_config(
         None,
         {"dtype": "float32", "cache_dir": str(cache), "http.port": 0, "prefill.kv_cache_memory": "384MiB"},

@@ -6,11 +6,11 @@ What this machine has is hidden from the loader, one after another. The code for
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
-from cpp_variants import CACHE_DIR, EMULATED, VARIANTS, best_ops, variant_ops
+from compiled_ops import cache_folder
+from cpp_variants import EMULATED, VARIANTS, best_ops, variant_ops
 from tiny_clusters import tiny_config, tiny_model
 from tiny_models import VOCAB_SIZE
 
@@ -57,13 +57,12 @@ def instruction_set(
 
 
 def build(model: Path, dtype: str, cache_dir: Path, instruction_set: str | None) -> EngineParts:
-    """An engine whose compiled kernels come from the tests' cache, lest each test compile them again."""
+    """An engine whose kernels are compiled, unless there shall be none."""
     import torch
 
     if instruction_set is not None:
         make = best_ops if instruction_set not in VARIANTS else lambda d: variant_ops(instruction_set, d)
         make(getattr(torch, dtype))  # skips where there can be none
-        shutil.copytree(CACHE_DIR, cache_dir / "cpu-ops", symlinks=True)
     config = tiny_config(model, dtype=dtype, cache_dir=str(cache_dir))
     return build_engine(config, config.prefill, open_model(config))
 
@@ -78,7 +77,7 @@ async def test_engine_is_right_whatever_the_cpu_lacks(
 ) -> None:
     # Random weights round worse than trained ones.
     monkeypatch.setattr("cluster.verification.reference.BF16_ROUNDINGS", 8.0)
-    engine = build(model, dtype, tmp_path / "cache", instruction_set)
+    engine = build(model, dtype, cache_folder(tmp_path), instruction_set)
     name = engine.ops_name
     assert name == f"C++ {instruction_set}" if instruction_set else name.startswith("torch")
     cases = greedy_cases(TEXT, num_cases=6, max_tokens=8, limit=engine.scheduler.max_model_len)

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from compiled_ops import cache_folder
 from machines import REPOSITORY, Machine, machines, obstacle
 from served_cluster import wait_until
 
@@ -103,7 +104,7 @@ def configuration(folder: Path, model: Path, hosts: dict[str, Machine]) -> dict[
         "model": str(model),
         "served_model_name": MODEL,
         "dtype": "float32",
-        "cache_dir": str(folder / "cache"),
+        "cache_dir": str(cache_folder(folder)),
         "drain_limit_s": 5,
         "prefill": dict(pool),
         "decode": dict(pool),

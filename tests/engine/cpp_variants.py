@@ -8,10 +8,10 @@ those intrinsics themselves, and that a real CPU takes the instructions.
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
+from compiled_ops import COMPILED_OPS
 
 from engine.machine import find_compiler, read_cpu_flags
 from engine.ops.cpu import CpuOps
@@ -19,7 +19,6 @@ from engine.ops.cpu.build import build_for
 from engine.ops.cpu.instruction_sets import InstructionSet, usable
 from engine.ops.cpu.library import Library
 
-CACHE_DIR = Path(__file__).parents[2] / ".pytest_cache" / "cpu-ops"
 _AVX2 = ("-mavx2", "-mfma", "-O1", "-DSPLITSERVE_LANES=16")
 EMULATED = (
     InstructionSet("sixteen-lanes", frozenset({"avx2"}), (*_AVX2, "-DSPLITSERVE_NATIVE_BF16=0")),
@@ -34,7 +33,7 @@ def variant_ops(name: str, dtype: torch.dtype, num_threads: int = 2) -> CpuOps:
     compiler = find_compiler()
     if compiler is None or not usable(read_cpu_flags()):
         pytest.skip("the C++ ops need a compiler and a CPU with AVX2")
-    return CpuOps(Library(build_for(VARIANTS[name], CACHE_DIR, compiler), num_threads), dtype)
+    return CpuOps(Library(build_for(VARIANTS[name], COMPILED_OPS, compiler), num_threads), dtype)
 
 
 def best_ops(dtype: torch.dtype, num_threads: int = 2) -> CpuOps:

@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from cpp_variants import CACHE_DIR
+from compiled_ops import COMPILED_OPS
 
 from engine.machine import find_compiler, read_cpu_flags
 from engine.ops.cpu.build import build_for
 from engine.ops.cpu.instruction_sets import InstructionSet, usable
 
 HERE = Path(__file__).parent
-SANITIZED = ("-fsanitize=address", "-fno-omit-frame-pointer", "-O1", "-g")
+SANITIZED = ("-fsanitize=address", "-fno-omit-frame-pointer", "-O1", "-g1")
 RUN = """
 import sys, pytest, cpp_variants
 from test_cpu_ops_memory import sanitized
@@ -41,7 +41,7 @@ def build_sanitized() -> Path:
     runtime = Path(found.stdout.strip())
     if not runtime.is_absolute():
         pytest.skip(f"{compiler.name} comes without AddressSanitizer")
-    build_for(sanitized(), CACHE_DIR, compiler)
+    build_for(sanitized(), COMPILED_OPS, compiler)
     return runtime
 
 

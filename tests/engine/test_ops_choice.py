@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cpp_variants import CACHE_DIR, best_ops
+from compiled_ops import COMPILED_OPS
+from cpp_variants import best_ops
 
 from engine.ops import TorchOps, choose_ops
 from engine.ops.cpu import CpuOps
@@ -20,7 +21,7 @@ GPU = torch.device("cuda")
 
 def test_cpu_with_a_compiler_gets_the_compiled_ops() -> None:
     best_ops(torch.float32)  # skips where there can be none, and fills the cache
-    ops = choose_ops(CPU, torch.float32, head_dim=64, num_threads=1, cache_dir=CACHE_DIR)
+    ops = choose_ops(CPU, torch.float32, head_dim=64, num_threads=1, cache_dir=COMPILED_OPS)
     assert isinstance(ops, CpuOps)
 
 
