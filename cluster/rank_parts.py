@@ -26,7 +26,7 @@ from engine.model.config import ModelConfig
 from engine.model.decoder import DecoderModel
 from engine.ops import Ops, choose_ops
 from engine.weights import ModelFolder, Progress, load_packed
-from kv_transfer import PoolMemory
+from kv_transfer import MemoryKind, PoolMemory
 from protocol.errors import StartupError
 from protocol.handoff import Fingerprint
 from protocol.rank_layout import RankLayout
@@ -49,10 +49,13 @@ class RankParts:
 
     @property
     def pool_memory(self) -> PoolMemory:
+        device = self.kv_cache.blocks.device
         return PoolMemory(
             address=self.kv_cache.data_ptr,
             num_blocks=self.kv_cache.num_blocks,
             block_bytes=self.kv_cache.block_bytes,
+            kind=MemoryKind.HOST if device.type == "cpu" else MemoryKind.DEVICE,
+            device_id=device.index or 0,
             owner=self.kv_cache,
         )
 
