@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from cpp_variants import CACHE_DIR, best_ops
+from compiled_ops import COMPILED_OPS
+from cpp_variants import best_ops
 from rank_groups import lead_ranks
 from tiny_models import BlockDealer, generate, make_prompt, make_reference, reference_greedy
 from tiny_shards import load_rank, write_model
@@ -46,7 +47,7 @@ def token_ids(outputs: list[list[Token]]) -> list[list[int]]:
 
 def cpp_ops() -> CpuOps:
     best_ops(torch.float32)  # skips where there are none
-    return CpuOps.create(CACHE_DIR, dtype=torch.float32, head_dim=16, num_threads=1)
+    return CpuOps.create(COMPILED_OPS, dtype=torch.float32, head_dim=16, num_threads=1)
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True], ids=["columns", "experts"])
@@ -136,7 +137,7 @@ def test_columns_of_experts_add_up_to_the_whole(tmp_path: Path) -> None:
     [
         ("mixtral", 5, True, "4 experts, which 5 ranks cannot share"),
         ("qwen3_moe", 5, False, "4 columns in each expert"),
-        ("llama", 2, True, "no experts to deal out: turn expert_parallel off"),
+        ("llama", 2, True, "no experts to deal out: leave ranks.expert_parallel out"),
     ],
 )
 def test_impossible_splits_of_experts_are_refused(

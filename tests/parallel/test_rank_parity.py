@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from cpp_variants import CACHE_DIR, best_ops
+from compiled_ops import COMPILED_OPS
+from cpp_variants import best_ops
 from rank_groups import lead_ranks
 from rank_threads import run_groups
 from tiny_models import BlockDealer, generate, make_prompt
@@ -78,7 +79,7 @@ def test_ranks_with_cpp_ops_give_the_same_tokens_and_keep_a_file_of_packed_weigh
     best_ops(torch.float32)  # skips where there are none
 
     def make_ops() -> CpuOps:
-        return CpuOps.create(CACHE_DIR, dtype=torch.float32, head_dim=16, num_threads=1)
+        return CpuOps.create(COMPILED_OPS, dtype=torch.float32, head_dim=16, num_threads=1)
 
     folder = write_model("qwen2", tmp_path, **FEW_LAYERS)
     alone = generate_some(load_rank(folder, None, tmp_path).runner)

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from cpp_variants import CACHE_DIR, best_ops
+from compiled_ops import COMPILED_OPS
+from cpp_variants import best_ops
 from rank_groups import lead_ranks
 from rank_threads import LIMIT_S, run_groups
 from test_rank_parity import FEW_LAYERS, generate_some, require_parity
@@ -55,7 +56,7 @@ def test_stages_that_share_no_layer_change_no_bit(ops: str, dtype: torch.dtype, 
 
     def make_ops() -> Ops:
         if ops == "cpp":
-            return CpuOps.create(CACHE_DIR, dtype=dtype, head_dim=16, num_threads=1)
+            return CpuOps.create(COMPILED_OPS, dtype=dtype, head_dim=16, num_threads=1)
         return TorchOps(CPU, dtype)
 
     parts = {"dtype": dtype, "make_ops": make_ops}
