@@ -11,7 +11,7 @@ import torch
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.model_length import max_model_len
 from cluster.ranks.seat import Room, Seat
-from cluster.threads import threads_per_engine
+from cluster.threads import threads_per_rank
 from engine.device import limit_threads, memory_bytes, select_device, select_dtype
 from engine.host_kv_pool import HostKvPool
 from engine.kv_cache import (
@@ -70,7 +70,7 @@ def load_rank(
 
     `end_phase` hears when kernels and weights are loaded. Raises `StartupError`.
     """
-    limit_threads(threads_per_engine(config, pool))
+    limit_threads(threads_per_rank(config, pool))
     whole = ModelConfig.from_hf(folder.config)
     length, block_size = max_model_len(config, whole), config.block_size_of(pool)
     shard = seat.shard_of(whole)
@@ -111,7 +111,7 @@ def _ops(
         device,
         dtype,
         head_dim=model.head_dim,
-        num_threads=threads_per_engine(config, pool),
+        num_threads=threads_per_rank(config, pool),
         cache_dir=config.cache_dir.expanduser() / "cpu-ops",
     )
 
