@@ -36,7 +36,9 @@ def follow(spec: RankSpec, network: LoopbackNetwork | None = None) -> None:
 
 @contextmanager
 def _following(spec: RankSpec, network: LoopbackNetwork | None) -> Iterator[Follower]:
-    config, pool, layout = spec.place()
+    config = spec.cluster_config()
+    pool = config.pool(spec.role)
+    layout = config.layout_of(pool)
     meeting = Meeting(spec.store_address, spec.rank, layout.num_ranks, config.ranks.start_timeout_s)
     seat = SharedSeat(meeting, layout, spec.host, config.ranks)
     with ExitStack() as ends:
