@@ -182,14 +182,14 @@ def _load_engine(
     build = partial(build_engine, config, pool, folder, end_phase=startup.end)
     if config.layout_of(pool).num_ranks == 1:
         return build()
-    with leading(config, role, identity, token, launcher) as seat:
-        return build(seat=seat)
+    with leading(config, role, identity, token, launcher) as team:
+        return build(team=team)
 
 
 def _owner_transport(config: ClusterConfig, mine: RankAddress, parts: EngineParts) -> KvTransport:
     """By it readers find the pools of all ranks."""
     transport = make_transport(config, mine, parts.pool_memory)
-    others = parts.seat.kv_sides
+    others = parts.team.kv_sides
     return SharedTransport(transport, map(endpoint_from_text, others)) if others else transport
 
 
@@ -199,7 +199,7 @@ def _reader(config: ClusterConfig, mine: RankAddress, parts: EngineParts, token:
 
     make = partial(make_transport, config, mine)
     own = LayoutReader(parts.pool_memory, parts.fingerprint, make, checksum=_checksum(config, parts))
-    addresses = parts.seat.kv_sides
+    addresses = parts.team.kv_sides
     others = [RankProxy(rank, address, token) for rank, address in enumerate(addresses, start=1)]
     return GroupReader(own, others, parts.fingerprint) if others else own
 
