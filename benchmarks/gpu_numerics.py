@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,10 @@ from engine.ops import BatchLayout, Ops, TorchOps
 from engine.ops.triton import gather_parts, scatter_parts
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+Compared = tuple[str, torch.Tensor, torch.Tensor]
+"""(what, as it came out, as it should have)"""
+Random = Callable[..., torch.Tensor]
+"""Normal numbers of a shape."""
 PARTS = [(1, 1), (300, 1), (1, 1), (17, 17), (260, 130), (2000, 1)]
 
 
@@ -58,45 +63,73 @@ def kernel_findings(
     oracle, label = TorchOps(device, torch.float32), f"{str(dtype).removeprefix('torch.')} {heads}"
     num_heads, num_kv_heads, head_dim = heads
 
-    def compare(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Finding:
-        error = (actual.float() - expected.float()).abs().max() / expected.float().abs().max()
-        return Finding(f"{name} {label}", error.item(), TOLERANCES[dtype])
-
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device).to(dtype)
 
     layout = make_layout(parts)
-    rows, width = layout.num_rows, num_heads * head_dim
-    cache = random(int(layout.block_tables.max()) + 1, 2, 2, num_kv_heads, BLOCK_SIZE, head_dim)
-    queries = random(rows, num_heads, head_dim)
+    num_blocks = int(layout.block_tables.max()) + 1
+    cache = random(num_blocks, 2, 2, num_kv_heads, BLOCK_SIZE, head_dim)
+    queries = random(layout.num_rows, num_heads, head_dim)
+    is_decode = torch.tensor([count == 1 for _, count in parts for _ in range(count)], device=device)
+    for name, actual, expected in chain(
+        _attention(ops, oracle, layout, cache, queries, is_decode=is_decode),
+        _rows(ops, oracle, queries, random),
+        _moves(ops, oracle, layout, cache, random),
+    ):
+        error = (actual.float() - expected.float()).abs().max() / expected.float().abs().max()
+        yield Finding(f"{name}: {label}", error.item(), TOLERANCES[dtype])
+
+
+def _attention(
+    ops: Ops,
+    oracle: Ops,
+    layout: BatchLayout,
+    cache: torch.Tensor,
+    queries: torch.Tensor,
+    *,
+    is_decode: torch.Tensor,
+) -> Iterator[Compared]:
+    """`is_decode` [rows]: the sequence has one query."""
     for window in (None, 200):
         actual = ops.attention(layout, cache).attend(1, queries, window)
         expected = oracle.attention(layout, cache.float()).attend(1, queries.float(), window)
-        decodes = torch.tensor([count == 1 for _, count in parts for _ in range(count)], device=device)
-        yield compare(f"decode attention, window {window}:", actual[decodes], expected[decodes])
-        yield compare(f"prefill attention, window {window}:", actual[~decodes], expected[~decodes])
-    written, wide = cache.clone(), cache.clone().float()
-    keys, values = random(rows, num_kv_heads, head_dim), random(rows, num_kv_heads, head_dim)
-    ops.attention(layout, written).write(1, keys, values)
-    oracle.attention(layout, wide).write(1, keys.float(), values.float())
-    yield compare("KV write:", written, wide)
+        yield f"decode attention, window {window}", actual[is_decode], expected[is_decode]
+        yield f"prefill attention, window {window}", actual[~is_decode], expected[~is_decode]
+
+
+def _rows(ops: Ops, oracle: Ops, queries: torch.Tensor, random: Random) -> Iterator[Compared]:
+    """What is done to each row for itself."""
+    rows, num_heads, head_dim = queries.shape
+    width = num_heads * head_dim
     x, residual, weight = random(rows, width), random(rows, width), random(width)
     total = x + residual
-    yield compare("norm:", ops.rms_norm(x, weight, 1e-5), oracle.rms_norm(x.float(), weight.float(), 1e-5))
+    yield "norm", ops.rms_norm(x, weight, 1e-5), oracle.rms_norm(x.float(), weight.float(), 1e-5)
     normalised, summed = ops.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
-    yield compare("sum:", summed, total)
-    yield compare("norm of the sum:", normalised, oracle.rms_norm(total.float(), weight.float(), 1e-5))
+    yield "sum", summed, total
+    yield "norm of the sum", normalised, oracle.rms_norm(total.float(), weight.float(), 1e-5)
     cos, sin = random(rows, head_dim), random(rows, head_dim)
     rotated = oracle.rope(queries.clone().float(), cos.float(), sin.float())
-    yield compare("rotation:", ops.rope(queries.clone(), cos, sin), rotated)
+    yield "rotation", ops.rope(queries.clone(), cos, sin), rotated
     up = random(2 * width, width) * width**-0.5
     gated = oracle.gated(x.float(), oracle.pack_gate_up(up.float(), None))
-    yield compare("gate:", ops.gated(x, ops.pack_gate_up(up, None)), gated)
-    ids = torch.tensor([3, 1, 2], dtype=torch.int32, device=device)
+    yield "gate", ops.gated(x, ops.pack_gate_up(up, None)), gated
+
+
+def _moves(
+    ops: Ops, oracle: Ops, layout: BatchLayout, cache: torch.Tensor, random: Random
+) -> Iterator[Compared]:
+    """Into the cache, and out of it and back."""
+    written, wide = cache.clone(), cache.clone().float()
+    shape = (layout.num_rows, cache.shape[3], cache.shape[5])
+    keys, values = random(*shape), random(*shape)
+    ops.attention(layout, written).write(1, keys, values)
+    oracle.attention(layout, wide).write(1, keys.float(), values.float())
+    yield "KV write", written, wide
+    ids = torch.tensor([3, 1, 2], dtype=torch.int32, device=cache.device)
     moved = gather_parts(cache, ids, 0, 1)
-    yield compare("gather:", moved, cache[ids.long(), :, :, :1])
+    yield "gather", moved, cache[ids.long(), :, :, :1]
     scatter_parts(moved, written, ids, 0)
-    yield compare("scatter:", written[ids.long(), :, :, :1], cache[ids.long(), :, :, :1])
+    yield "scatter", written[ids.long(), :, :, :1], cache[ids.long(), :, :, :1]
 
 
 def model_findings(

@@ -209,11 +209,11 @@ def _pool_options(role: Role, config: ClusterConfig) -> dict[str, Any]:
             "num_gpus": pool.num_gpus,
             "resources": dict(pool.resources),
         },
-        **_places_of_ranks(pool, config.layout_of(pool).num_ranks),
+        **_placement_of_ranks(pool, config.layout_of(pool).num_ranks),
     }
 
 
-def _places_of_ranks(pool: PoolConfig, num_ranks: int) -> dict[str, Any]:
+def _placement_of_ranks(pool: PoolConfig, num_ranks: int) -> dict[str, Any]:
     """The replica itself is the first rank; it starts the others in the group that Serve makes for it."""
     if num_ranks == 1:
         return {}

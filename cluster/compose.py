@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from cluster.config import DEMO_MODEL, ClusterConfig
 from cluster.faults import dial_of
-from cluster.kv_transport import RankPlace, SharedTransport, endpoint_from_text, make_transport
+from cluster.kv_transport import RankAddress, SharedTransport, endpoint_from_text, make_transport
 from cluster.model_length import max_model_len
 from cluster.ranks import RankLauncher
 from engine.model.config import ModelConfig
@@ -88,7 +88,7 @@ def build_prefill_worker(
     return PrefillWorker(
         profile=_profile(identity, parts, token, startup),
         make_engine=partial(parts.make_thread, "prefill-engine"),
-        transport=_owner_transport(config, RankPlace(identity, launcher.host, network), parts),
+        transport=_owner_transport(config, RankAddress(identity, launcher.host, network), parts),
         directory=directory,
         config=PrefillWorkerConfig(lease_s=config.kv_transfer.lease_s),
         checksum=partial(checksum, parts.pool_memory) if checksum else None,
@@ -115,7 +115,7 @@ def build_decode_worker(
     return DecodeWorker(
         profile=_profile(identity, parts, token, startup),
         make_engine=partial(parts.make_thread, "decode-engine"),
-        reader=_reader(config, RankPlace(identity, launcher.host, network), parts, token),
+        reader=_reader(config, RankAddress(identity, launcher.host, network), parts, token),
         directory=directory,
         dial=dial_of(config, replica_name),
         config=DecodeWorkerConfig(
@@ -182,24 +182,24 @@ def _load_engine(
     build = partial(build_engine, config, pool, folder, end_phase=startup.end)
     if config.layout_of(pool).num_ranks == 1:
         return build()
-    with leading(config, role, identity, token, launcher) as seat:
-        return build(seat=seat)
+    with leading(config, role, identity, token, launcher) as team:
+        return build(team=team)
 
 
-def _owner_transport(config: ClusterConfig, place: RankPlace, parts: EngineParts) -> KvTransport:
+def _owner_transport(config: ClusterConfig, mine: RankAddress, parts: EngineParts) -> KvTransport:
     """By it readers find the pools of all ranks."""
-    transport = make_transport(config, place, parts.pool_memory)
-    others = parts.seat.kv_sides
+    transport = make_transport(config, mine, parts.pool_memory)
+    others = parts.team.kv_sides
     return SharedTransport(transport, map(endpoint_from_text, others)) if others else transport
 
 
-def _reader(config: ClusterConfig, place: RankPlace, parts: EngineParts, token: str) -> KvReader:
+def _reader(config: ClusterConfig, mine: RankAddress, parts: EngineParts, token: str) -> KvReader:
     """By it all ranks read what their pools need."""
     from decode_worker import GroupReader, RankProxy
 
-    make = partial(make_transport, config, place)
+    make = partial(make_transport, config, mine)
     own = LayoutReader(parts.pool_memory, parts.fingerprint, make, checksum=_checksum(config, parts))
-    addresses = parts.seat.kv_sides
+    addresses = parts.team.kv_sides
     others = [RankProxy(rank, address, token) for rank, address in enumerate(addresses, start=1)]
     return GroupReader(own, others, parts.fingerprint) if others else own
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cluster.config import ClusterConfig, DecodePoolConfig, PoolConfig
 from cluster.provided_engine import OnEvents, ProvidedEngine
 from cluster.rank_parts import RankParts, load_rank
-from cluster.ranks.seat import LeaderSeat, OnlySeat
+from cluster.ranks.team import LeaderTeam, TeamOfOne
 from engine import Command, EngineCore, EngineThread, SchedulerConfig
 from engine.graph_runner import capture_for
 from engine.kv_cache import KvCache
@@ -30,7 +30,7 @@ class EngineParts:
     executor: ModelRunner | LeaderRunner
     scheduler: SchedulerConfig
     eos_token_ids: frozenset[int]
-    seat: LeaderSeat
+    team: LeaderTeam
 
     @property
     def kv_cache(self) -> KvCache:
@@ -47,7 +47,7 @@ class EngineParts:
     @property
     def ops_name(self) -> str:
         """What computes, for people."""
-        num_ranks = self.seat.layout.num_ranks
+        num_ranks = self.team.layout.num_ranks
         return self.executor.ops_name + (f" on {num_ranks} ranks" if num_ranks > 1 else "")
 
     def make_core(self) -> EngineCore:
@@ -66,9 +66,9 @@ class EngineParts:
             on_events,
             name,
             progress=lambda: self.executor.progress,
-            keep_alive=self.seat.keep_alive,
+            keep_alive=self.team.keep_alive,
         )
-        return self.seat.attend(thread)
+        return self.team.attend(thread)
 
 
 def build_engine(
@@ -78,16 +78,16 @@ def build_engine(
     progress: Progress | None = None,
     *,
     end_phase: Callable[[str], None] = lambda phase: None,
-    seat: LeaderSeat | None = None,
+    team: LeaderTeam | None = None,
 ) -> EngineParts:
     """Load the model and lay out its KV cache. Takes seconds. Raises `StartupError`.
 
-    `end_phase` hears when kernels and weights are loaded, and when the rest is done. `seat` is the leader's
-    among several ranks; None: there is one, whatever the configuration says.
+    `end_phase` hears when kernels and weights are loaded, and when the rest is done. `team` is that
+    of several ranks, which this one leads; None: there is one, whatever the configuration says.
     """
-    seat = seat or OnlySeat()
-    rank = load_rank(config, pool, folder, seat, progress=progress, end_phase=end_phase)
-    executor = seat.lead(_runner(rank, folder, pool), rank.kv_cache.block_size)
+    team = team or TeamOfOne()
+    rank = load_rank(config, pool, folder, team, progress=progress, end_phase=end_phase)
+    executor = team.lead(_runner(rank, folder, pool), rank.kv_cache.block_size)
     executor.warm_up()
     end_phase("engine")
     return EngineParts(
@@ -95,7 +95,7 @@ def build_engine(
         executor=executor,
         scheduler=_scheduler_config(config, pool, rank),
         eos_token_ids=frozenset(folder.eos_token_ids),
-        seat=seat,
+        team=team,
     )
 
 

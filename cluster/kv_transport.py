@@ -18,8 +18,8 @@ from protocol.wire import splitserve_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Which rank of which worker it is, and where its peers find it."""
+class RankAddress:
+    """Which rank of which worker it is, and where other ranks and workers find it."""
 
     identity: WorkerIdentity
     host: str
@@ -30,15 +30,15 @@ class RankPlace:
 
 
 def make_transport(
-    config: ClusterConfig, place: RankPlace, memory: PoolMemory, serial: int = 0
+    config: ClusterConfig, mine: RankAddress, memory: PoolMemory, serial: int = 0
 ) -> KvTransport:
     """`serial` as for `agent_name`. Raises `StartupError`."""
     kind = config.kv_transfer.transport
     if kind == "nccl":
         export(NCCL_OUTLIVES_PEERS)
-    agent = agent_name(place.identity, rank=place.rank, serial=serial)
-    transport = create_transport(kind, memory, agent, network=place.network, host=place.host)
-    return with_read_faults(config, transport, memory, place.identity.worker_id, serial)
+    agent = agent_name(mine.identity, rank=mine.rank, serial=serial)
+    transport = create_transport(kind, memory, agent, network=mine.network, host=mine.host)
+    return with_read_faults(config, transport, memory, mine.identity.worker_id, serial)
 
 
 class SharedTransport:

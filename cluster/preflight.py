@@ -11,7 +11,7 @@ from cluster.faults import check_faults
 from cluster.model_length import max_model_len
 from engine.machine import COMPILERS, find_compiler, read_cpu_flags
 from engine.model.config import ModelConfig
-from engine.model.experts import experts_of
+from engine.model.sharing import require_shareable
 from engine.weights import ModelFolder
 from protocol.errors import StartupError
 from protocol.rank_layout import RankLayout, kv_parts
@@ -70,44 +70,17 @@ def check_sizes(config: ClusterConfig, model: ModelConfig) -> None:
     holds the longest sequence that is to be served."""
     length = max_model_len(config, model)
     for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
-        _check_shareable(name, config.layout_of(pool), model)
-        _check_experts(name, config, pool, model)
+        _check_shareable(name, config, config.layout_of(pool), model)
         _check_holds_longest(name, config, pool, model, length)
 
 
-def _check_shareable(name: str, layout: RankLayout, model: ModelConfig) -> None:
-    """Each rank needs a query head, an MLP column and a word, and each stage a layer."""
-    for key, number, total, what in (
-        ("tensor_parallel_size", layout.tensor_parallel_size, model.num_heads, "attention heads"),
-        ("tensor_parallel_size", layout.tensor_parallel_size, model.intermediate_size, "MLP columns"),
-        ("tensor_parallel_size", layout.tensor_parallel_size, model.vocab_size, "tokens in its vocabulary"),
-        ("pipeline_parallel_size", layout.pipeline_parallel_size, model.num_layers, "layers"),
-    ):
-        if number > total:
-            raise StartupError(
-                f"{key} of {name} workers is {number}, but the model has {total} {what}:"
-                f" lower it to {total} or less"
-            )
-
-
-def _check_experts(name: str, config: ClusterConfig, pool: PoolConfig, model: ModelConfig) -> None:
-    """Of layers that have any, each rank of a stage needs one, or a column of each."""
-    experts = experts_of(model.experts)
-    number = config.layout_of(pool).tensor_parallel_size
-    if number == 1:
+def _check_shareable(name: str, config: ClusterConfig, layout: RankLayout, model: ModelConfig) -> None:
+    if layout.num_ranks == 1:
         return
-    if experts is None:
-        if config.ranks.expert_parallel:
-            raise StartupError("ranks.expert_parallel is on, but the model has no experts: leave it out")
-        return
-    total, what = experts.intermediate_size, "columns in each expert"
-    if config.ranks.expert_parallel:
-        total, what = experts.num_experts, "experts"
-    if number > total:
-        raise StartupError(
-            f"tensor_parallel_size of {name} workers is {number}, but the model has {total} {what}:"
-            f" lower it to {total} or less"
-        )
+    try:
+        require_shareable(model, layout, expert_parallel=config.ranks.expert_parallel)
+    except StartupError as error:
+        raise StartupError(f"{name} workers: {error.message}") from error
 
 
 def _check_holds_longest(

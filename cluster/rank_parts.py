@@ -10,8 +10,8 @@ import torch
 
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.model_length import max_model_len
-from cluster.ranks.seat import Room, Seat
-from cluster.threads import threads_per_engine
+from cluster.ranks.team import Room, Team
+from cluster.threads import threads_per_rank
 from engine.device import limit_threads, memory_bytes, select_device, select_dtype
 from engine.host_kv_pool import HostKvPool
 from engine.kv_cache import (
@@ -64,19 +64,19 @@ def load_rank(
     config: ClusterConfig,
     pool: PoolConfig,
     folder: ModelFolder,
-    seat: Seat,
+    team: Team,
     *,
     progress: Progress | None = None,
     end_phase: Callable[[str], None] = lambda phase: None,
 ) -> RankParts:
-    """Load this seat's part of the model and lay out its KV cache: takes as long as the slowest rank does.
+    """Load this rank's part of the model and lay out its KV cache: takes as long as the slowest rank does.
 
     `end_phase` hears when kernels and weights are loaded. Raises `StartupError`.
     """
-    limit_threads(threads_per_engine(config, pool))
+    limit_threads(threads_per_rank(config, pool))
     whole = ModelConfig.from_hf(folder.config)
     length, block_size = max_model_len(config, whole), config.block_size_of(pool)
-    shard = seat.shard_of(whole)
+    shard = team.shard_of(whole)
     device = select_device("auto" if pool.num_gpus else "cpu")
     dtype = select_dtype(config.dtype_of(pool), device)
     ops = _ops(config, pool, whole, device, dtype)
@@ -92,18 +92,17 @@ def load_rank(
     )
     end_phase("weights")
     mine = shard.local if shard is not None else whole
-    room = seat.agree(_room(pool, (mine, block_size, dtype), device))
+    room = team.agree(_room(pool, (mine, block_size, dtype), device))
     require_length(room.num_blocks, block_size, length)
-    logger.info("%d KV blocks of %d tokens", room.num_blocks - 1, block_size)
-    cache = KvCache(mine, num_blocks=room.num_blocks, block_size=block_size, dtype=dtype, device=device)
-    partition = seat.join(shard, device)
+    cache, host_pool = _lay_out_kv(room, (mine, block_size, dtype), device)
+    partition = team.join(shard, device)
     return RankParts(
         DecoderModel(
             mine, weights, ops, device=device, dtype=dtype, max_model_len=length, partition=partition
         ),
         cache,
-        HostKvPool(cache, room.num_host_blocks) if room.num_host_blocks else None,
-        _fingerprint(config, folder, (whole, block_size, dtype), seat.layout),
+        host_pool,
+        _fingerprint(config, folder, (whole, block_size, dtype), team.layout),
     )
 
 
@@ -114,7 +113,7 @@ def _ops(
         device,
         dtype,
         head_dim=model.head_dim,
-        num_threads=threads_per_engine(config, pool),
+        num_threads=threads_per_rank(config, pool),
         cache_dir=config.cache_dir.expanduser() / "cpu-ops",
     )
 
@@ -130,6 +129,13 @@ def _room(pool: PoolConfig, sizes: Sizes, device: torch.device) -> Room:
         num_blocks = num_blocks_for(pool.kv_cache_memory, *sizes)
     require_room(num_blocks, block_bytes_for(*sizes), free_bytes)
     return Room(num_blocks, _num_host_blocks(pool, block_bytes_for(*sizes)))
+
+
+def _lay_out_kv(room: Room, sizes: Sizes, device: torch.device) -> tuple[KvCache, HostKvPool | None]:
+    model, block_size, dtype = sizes
+    logger.info("%d KV blocks of %d tokens", room.num_blocks - 1, block_size)
+    cache = KvCache(model, num_blocks=room.num_blocks, block_size=block_size, dtype=dtype, device=device)
+    return cache, HostKvPool(cache, room.num_host_blocks) if room.num_host_blocks else None
 
 
 def _num_host_blocks(pool: PoolConfig, block_bytes: int) -> int:

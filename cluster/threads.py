@@ -7,7 +7,7 @@ import os
 from cluster.config import ClusterConfig, PoolConfig
 
 
-def threads_per_engine(config: ClusterConfig, pool: PoolConfig) -> int:
+def threads_per_rank(config: ClusterConfig, pool: PoolConfig) -> int:
     """Threads for each rank of an engine of `pool`.
 
     'auto' divides this machine's cores between all ranks when the cluster is local, and takes what

@@ -9,7 +9,7 @@ Every rank has the same block table over memory of its own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
 from decode_worker.rank_proxy import RankCall, RankProxy
@@ -42,12 +42,7 @@ class GroupReader:
     def connect(self, peer: TransportEndpoint, fingerprint: Fingerprint) -> None:
         """Of all ranks or of none."""
         calls = [rank.connect(peer, fingerprint) for rank in self._others]
-        errors: list[SplitserveError] = []
-        try:
-            self._own.connect(peer, fingerprint)
-        except SplitserveError as error:
-            errors.append(error)
-        errors += _errors(calls)
+        errors = _errors(lambda: self._own.connect(peer, fingerprint), calls)
         if not errors:
             self._agents.add(peer.agent)
             return
@@ -59,12 +54,7 @@ class GroupReader:
         """Of all ranks, whatever becomes of the others."""
         self._agents.discard(agent)
         calls = [rank.disconnect(agent) for rank in self._others]
-        errors: list[SplitserveError] = []
-        try:
-            self._own.disconnect(agent)
-        except SplitserveError as error:
-            errors.append(error)
-        errors += _errors(calls)
+        errors = _errors(lambda: self._own.disconnect(agent), calls)
         if errors:
             raise errors[0]
 
@@ -99,6 +89,11 @@ class GroupReader:
             _log.warning("%s", error.message)
 
 
-def _errors(calls: Iterable[RankCall]) -> list[SplitserveError]:
-    """Of the calls that failed, once all of them are over."""
-    return [error for call in calls if (error := call.error()) is not None]
+def _errors(call_own: Callable[[], None], calls: Iterable[RankCall]) -> list[SplitserveError]:
+    """Of this rank's call and of those under way at the others, once all of them are over."""
+    errors: list[SplitserveError] = []
+    try:
+        call_own()
+    except SplitserveError as error:
+        errors.append(error)
+    return errors + [failed for call in calls if (failed := call.error()) is not None]

@@ -45,12 +45,12 @@ def rank_reads(
     owners = kv_parts(num_layers, num_kv_heads, theirs)
     readers = kv_parts(num_layers, num_kv_heads, mine)
     me = readers[my_rank]
-    place = readers[:my_rank].count(me)  # among the ranks that hold the same
+    turn = readers[:my_rank].count(me)  # among the ranks that hold the same
     spans: dict[int, list[Span]] = {}
     for layer in me.layers:
         for head in me.heads:
             holders = [rank for rank, part in enumerate(owners) if _holds(part, layer, head)]
-            rank = holders[place % len(holders)]
+            rank = holders[turn % len(holders)]
             spans.setdefault(rank, []).extend(_row_spans(layer, head, owners[rank], me, head_bytes))
     return tuple(RankRead(rank, merged(spans[rank])) for rank in sorted(spans))
 

@@ -2,7 +2,7 @@
 
 spec         what a follower is told                launch, forked, actors  how it is started
 group        how a leader comes to its followers    meeting                 what ranks say at the start
-seat         from where a rank's engine is made     leading_engine          how all end with the leader's
+team         what ranks agree on and do together    leading_engine          how all end with the leader's
 follower     what a follower does, to its end       kv_side                 how the KV of a follower moves
 
 What a launcher and its users need is named here; the rest needs torch.

@@ -14,8 +14,8 @@ from cluster.compose import open_model
 from cluster.rank_parts import load_rank
 from cluster.ranks.kv_side import kv_side
 from cluster.ranks.meeting import Meeting
-from cluster.ranks.seat import KV_SIDE, SharedSeat
 from cluster.ranks.spec import RankSpec
+from cluster.ranks.team import KV_SIDE, RankTeam
 from engine.forward import ForwardPass
 from engine.parallel.channel import StepChannel
 from engine.parallel.follower import Follower
@@ -36,17 +36,19 @@ def follow(spec: RankSpec, network: LoopbackNetwork | None = None) -> None:
 
 @contextmanager
 def _following(spec: RankSpec, network: LoopbackNetwork | None) -> Iterator[Follower]:
-    config, pool, layout = spec.place()
+    config = spec.cluster_config()
+    pool = config.pool(spec.role)
+    layout = config.layout_of(pool)
     meeting = Meeting(spec.store_address, spec.rank, layout.num_ranks, config.ranks.start_timeout_s)
-    seat = SharedSeat(meeting, layout, spec.host, config.ranks)
+    team = RankTeam(meeting, layout, spec.host, config.ranks)
     with ExitStack() as ends:
         try:
-            parts = load_rank(config, pool, open_model(config), seat)
-            channel = seat.step_channel()
+            parts = load_rank(config, pool, open_model(config), team)
+            channel = team.step_channel()
             told = ends.enter_context(kv_side(spec, parts, network, lambda error: _leave(channel, error)))
             meeting.say(KV_SIDE, told)
         except BaseException as error:
-            seat.give_up(error)
+            team.give_up(error)
             raise
         yield Follower(ForwardPass(parts.model, parts.kv_cache, parts.host_pool), channel)
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from cluster.config import ClusterConfig
 from cluster.ranks.launch import RankHandle, RankLauncher
 from cluster.ranks.meeting import Meeting
-from cluster.ranks.seat import FirstSeat
 from cluster.ranks.spec import RankSpec
+from cluster.ranks.team import LedTeam
 from engine.parallel import host_store
 from protocol.errors import StartupError
 from protocol.ids import Role, WorkerIdentity
@@ -47,22 +47,22 @@ class Followers:
 @contextmanager
 def leading(
     config: ClusterConfig, role: Role, identity: WorkerIdentity, token: str, launcher: RankLauncher
-) -> Iterator[FirstSeat]:
-    """Starts the followers, and gives the leader's seat. When what is made of it fails, they end.
+) -> Iterator[LedTeam]:
+    """Starts the followers, and gives the leader their team. When what is made with it fails, they end.
 
     Raises `StartupError`.
     """
-    seat = _start_followers(config, role, identity, token, launcher)
+    team = _start_followers(config, role, identity, token, launcher)
     try:
-        yield seat
+        yield team
     except BaseException as error:
-        seat.give_up(error)
+        team.give_up(error)
         raise
 
 
 def _start_followers(
     config: ClusterConfig, role: Role, identity: WorkerIdentity, token: str, launcher: RankLauncher
-) -> FirstSeat:
+) -> LedTeam:
     layout, limits = config.layout_of(config.pool(role)), config.ranks
     store, address = host_store(launcher.host, limit_s=limits.start_timeout_s)
     handles = [
@@ -81,4 +81,4 @@ def _start_followers(
     ]
     followers = Followers(handles, store)
     meeting = Meeting(address, 0, layout.num_ranks, limits.start_timeout_s, watch=followers.check)
-    return FirstSeat(meeting, layout, launcher.host, limits, followers)
+    return LedTeam(meeting, layout, launcher.host, limits, followers)

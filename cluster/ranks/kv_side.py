@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from cluster.kv_transport import RankPlace, endpoint_to_text, make_transport
+from cluster.kv_transport import RankAddress, endpoint_to_text, make_transport
 from cluster.rank_parts import RankParts
 from cluster.ranks.spec import RankSpec
 from kv_transfer import LayoutReader, LoopbackNetwork
@@ -44,7 +44,7 @@ def _readable_pool(
     network: LoopbackNetwork | None,
     on_fault: Callable[[SplitserveError], None],
 ) -> Iterator[str]:
-    transport = make_transport(spec.cluster_config(), _place(spec, network), parts.pool_memory)
+    transport = make_transport(spec.cluster_config(), _address(spec, network), parts.pool_memory)
     try:
         yield endpoint_to_text(transport.endpoint)
     finally:
@@ -60,7 +60,7 @@ def _reader(
 ) -> Iterator[str]:
     from decode_worker import RankReadServer
 
-    make = partial(make_transport, spec.cluster_config(), _place(spec, network))
+    make = partial(make_transport, spec.cluster_config(), _address(spec, network))
     server = RankReadServer(
         LayoutReader(parts.pool_memory, parts.fingerprint, make, rank=spec.rank),
         host=spec.host,
@@ -74,5 +74,5 @@ def _reader(
         server.stop(STOP_TIMEOUT_S)
 
 
-def _place(spec: RankSpec, network: LoopbackNetwork | None) -> RankPlace:
-    return RankPlace(spec.identity, spec.host, network, spec.rank)
+def _address(spec: RankSpec, network: LoopbackNetwork | None) -> RankAddress:
+    return RankAddress(spec.identity, spec.host, network, spec.rank)

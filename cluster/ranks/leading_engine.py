@@ -3,67 +3,54 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from typing import TYPE_CHECKING
 
+from cluster.wrapped_engine import WrappedEngine
 from engine import Command
 from engine.parallel.leader import LeaderRunner
-from protocol.errors import EngineFault, SplitserveError
-from rpc import Engine, EngineStats
+from protocol.errors import EngineFault
+from rpc import Engine
 
 if TYPE_CHECKING:
     from cluster.ranks.group import Followers
 
 END_S = 5.0
 """A follower that was told to stop ends within moments."""
+LEAST_STOP_S = 1.0
+"""To tell it so, even when the engine took all of the time."""
 
 logger = logging.getLogger(__name__)
 
 
-class LeadingEngine:
+class LeadingEngine(WrappedEngine):
     """An `Engine` whose worker has other ranks, which end with it. Owns them."""
 
     def __init__(self, engine: Engine[Command], leader: LeaderRunner, followers: Followers) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._leader = leader
         self._followers = followers
-
-    @property
-    def alive(self) -> bool:
-        return self._engine.alive
-
-    @property
-    def fault(self) -> SplitserveError | None:
-        return self._engine.fault
-
-    @property
-    def stats(self) -> EngineStats:
-        return self._engine.stats
-
-    @property
-    def progress(self) -> int:
-        return self._engine.progress
-
-    def start(self) -> None:
-        self._engine.start()
-
-    def post(self, command: Command) -> None:
-        self._engine.post(command)
 
     def stop(self, timeout_s: float) -> None:
         until_s = time.monotonic() + timeout_s
         try:
-            self._engine.stop(timeout_s)
+            super().stop(timeout_s)
         except EngineFault:
             self._leader.abort()  # a step hangs, and the others with it
             raise
         else:
-            self._stop_followers()
+            self._stop_followers(max(LEAST_STOP_S, until_s - time.monotonic()))
         finally:
             self._followers.end(min(END_S, max(0.0, until_s - time.monotonic())))
 
-    def _stop_followers(self) -> None:
+    def _stop_followers(self, limit_s: float) -> None:
+        """One that does not answer is waited for no longer than that; the ranks' own limit is for steps."""
+        too_late = threading.Timer(limit_s, self._leader.abort)
+        too_late.start()
         try:
             self._leader.stop()
         except EngineFault as fault:
             logger.warning("a rank was gone before it was told to stop: %s", fault.message)
+        finally:
+            too_late.cancel()

@@ -85,9 +85,11 @@ class Meeting:
 
     def _check_time(self, keys: list[str]) -> None:
         if self._clock() > self._until_s:
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
+            if not missing:
+                return  # the last one came just now
             raise StartupError(
-                f"rank {missing[0]} of {self.num_ranks} is not ready after {self._limit_s:g} s:"
+                f"rank {', '.join(missing)} of {self.num_ranks} is not ready after {self._limit_s:g} s:"
                 " see its log, or raise ranks.start_timeout_s"
             )
 

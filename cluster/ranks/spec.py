@@ -6,9 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from cluster.config import ClusterConfig, PoolConfig
+from cluster.config import ClusterConfig
 from protocol.ids import Role, WorkerIdentity
-from protocol.rank_layout import RankLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +39,3 @@ class RankSpec:
 
     def cluster_config(self) -> ClusterConfig:
         return ClusterConfig.model_validate_json(self.config)
-
-    def place(self) -> tuple[ClusterConfig, PoolConfig, RankLayout]:
-        """The configuration, the part of it that this rank's pool has, and how its model is dealt out."""
-        config = self.cluster_config()
-        pool = config.pool(self.role)
-        return config, pool, config.layout_of(pool)

@@ -31,8 +31,8 @@ def connect(
     """This rank's place in a group for tensors on `device`; waits for the others, `limit_s` at most.
 
     Two groups of the same ranks need a store each, or one under two prefixes. `host` is this rank's
-    address, as others reach it. Raises `StartupError` for an impossible kind, `EngineFault` when the ranks
-    do not meet.
+    address, as others reach it. Raises `StartupError` for an impossible kind, or one that this torch lacks,
+    `EngineFault` when the ranks do not meet.
     """
     if kind not in KINDS:
         raise StartupError(f"there is no communicator {kind!r}; there are {', '.join(KINDS)}")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.parallel.process_group import all_gather, broadcast, gather
 from protocol.errors import EngineFault
 
 if TYPE_CHECKING:
@@ -63,28 +64,13 @@ class GlooCommunicator:
         return total.to(x.dtype)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous()
-        everybody = torch.empty(self.num_ranks * x.numel(), dtype=x.dtype)
-        self._do("all_gather", lambda group: group._allgather_base(everybody, x.view(-1)))
-        return everybody.view(self.num_ranks, *x.shape)
+        return all_gather(self._do, x, self.num_ranks)
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        from torch.distributed.distributed_c10d import GatherOptions
-
-        options = GatherOptions()
-        options.rootRank = 0
-        x = x.contiguous()
-        everybody = [torch.empty_like(x) for _ in range(self.num_ranks)] if self.rank == 0 else []
-        outputs = [everybody] if everybody else []
-        self._do("gather", lambda group: group.gather(outputs, [x], options))
-        return everybody
+        return gather(self._do, x, self.rank, self.num_ranks)
 
     def broadcast(self, x: torch.Tensor) -> None:
-        from torch.distributed.distributed_c10d import BroadcastOptions
-
-        options = BroadcastOptions()
-        options.rootRank = 0
-        self._do("broadcast", lambda group: group.broadcast([x], options))
+        broadcast(self._do, x)
 
     def abort(self) -> None:
         self._is_aborted = True

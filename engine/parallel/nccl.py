@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from protocol.errors import EngineFault
+from engine.parallel.process_group import all_gather, broadcast, gather
+from protocol.errors import EngineFault, StartupError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -25,11 +26,13 @@ class NcclCommunicator:
     def __init__(
         self, store: Store, rank: int, num_ranks: int, device: torch.device, *, limit_s: float = 60.0
     ) -> None:
-        """Raises `EngineFault`, where torch has no NCCL too."""
+        """Raises `StartupError` where torch has no NCCL, `EngineFault` when the group cannot be made."""
         try:
             from torch.distributed.distributed_c10d import ProcessGroupNCCL
         except ImportError as error:
-            raise EngineFault("this torch has no NCCL: ranks on GPUs need a CUDA build of torch") from error
+            raise StartupError(
+                "this torch has no NCCL: install a CUDA build of it for ranks on GPUs"
+            ) from error
         self.rank, self.num_ranks = rank, num_ranks
         self._device = device
         options: Any = ProcessGroupNCCL.Options()
@@ -45,28 +48,13 @@ class NcclCommunicator:
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous()
-        everybody = torch.empty(self.num_ranks * x.numel(), dtype=x.dtype, device=x.device)
-        self._do("all_gather", lambda group: group._allgather_base(everybody, x.view(-1)))
-        return everybody.view(self.num_ranks, *x.shape)
+        return all_gather(self._do, x, self.num_ranks)
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        from torch.distributed.distributed_c10d import GatherOptions
-
-        options = GatherOptions()
-        options.rootRank = 0
-        x = x.contiguous()
-        everybody = [torch.empty_like(x) for _ in range(self.num_ranks)] if self.rank == 0 else []
-        outputs = [everybody] if everybody else []
-        self._do("gather", lambda group: group.gather(outputs, [x], options))
-        return everybody
+        return gather(self._do, x, self.rank, self.num_ranks)
 
     def broadcast(self, x: torch.Tensor) -> None:
-        from torch.distributed.distributed_c10d import BroadcastOptions
-
-        options = BroadcastOptions()
-        options.rootRank = 0
-        self._do("broadcast", lambda group: group.broadcast([x], options))
+        broadcast(self._do, x)
 
     def abort(self) -> None:
         group, self._group = self._group, None

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 
 from engine.model.config import ModelConfig
 from engine.model.experts import ExpertsConfig, experts_of
+from engine.model.sharing import require_shareable
 from protocol.errors import StartupError
 from protocol.rank_layout import RankLayout, kv_head_ranges, split
 
@@ -151,7 +152,7 @@ def shard_of(config: ModelConfig, rank: int, layout: RankLayout, *, expert_paral
 
     Raises `StartupError` for a model that is too small.
     """
-    _require_enough(config, layout)
+    require_shareable(config, layout, expert_parallel=expert_parallel)
     if not 0 <= rank < layout.num_ranks:
         raise StartupError(f"there is no rank {rank} among {layout.num_ranks}")
     place, num_places = layout.place_of(rank), layout.tensor_parallel_size
@@ -171,46 +172,17 @@ def shard_of(config: ModelConfig, rank: int, layout: RankLayout, *, expert_paral
     )
 
 
-def _require_enough(config: ModelConfig, layout: RankLayout) -> None:
-    num_places, num_stages = layout.tensor_parallel_size, layout.pipeline_parallel_size
-    if num_places < 1 or num_stages < 1:
-        raise StartupError(f"a model needs at least one rank, not {num_places} in {num_stages} stages")
-    if num_stages > config.num_layers:
-        raise StartupError(
-            f"the model has {config.num_layers} layers, which {num_stages} stages cannot share: "
-            f"lower the pipeline parallel size to {config.num_layers} or less"
-        )
-    for total, what in (
-        (config.num_heads, "attention heads"),
-        (config.intermediate_size, "columns in its MLP"),
-        (config.vocab_size, "tokens in its vocabulary"),
-    ):
-        _require(total, what, num_places)
-
-
-def _require(total: int, what: str, num_ranks: int) -> None:
-    if num_ranks > total:
-        raise StartupError(
-            f"the model has {total} {what}, which {num_ranks} ranks cannot share: "
-            f"lower the tensor parallel size to {total} or less"
-        )
-
-
 def _expert_ranges(
     config: ModelConfig, place: int, num_places: int, *, expert_parallel: bool
 ) -> tuple[range, range]:
     """(Experts, columns of each) of a place."""
     whole = experts_of(config.experts)
     if whole is None:
-        if expert_parallel:
-            raise StartupError("the model has no experts to deal out: turn expert_parallel off")
         return range(0), range(0)
-    total, what = whole.intermediate_size, "columns in each expert"
+    experts, columns = range(whole.num_experts), range(whole.intermediate_size)
     if expert_parallel:
-        total, what = whole.num_experts, "experts"
-    _require(total, what, num_places)
-    mine = split(total, num_places)[place]
-    return (mine, range(whole.intermediate_size)) if expert_parallel else (range(whole.num_experts), mine)
+        return split(whole.num_experts, num_places)[place], columns
+    return experts, split(whole.intermediate_size, num_places)[place]
 
 
 def _query_heads(config: ModelConfig, kv_ranges: tuple[range, ...], place: int) -> range:

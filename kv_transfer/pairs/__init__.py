@@ -3,7 +3,8 @@
 transport   the `KvTransport`: serves its own pool, reads those of others
 owner       one thread for each reader          reader     one thread for each owner
 channel     their TCP connection, authenticated (`metadata`: how a reader finds and is let in)
-group       the group of two, by Gloo or NCCL   messages   which bytes go together
+group       the seam of a group of two          gloo_group, nccl_group   its kinds; `choose` takes one
+store       through which the two meet          messages   which bytes go together, some ahead (`lane`)
 """
 
 from kv_transfer.pairs.transport import PairTransport

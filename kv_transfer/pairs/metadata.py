@@ -1,6 +1,7 @@
 """What does a reader need to know to be let in by an owner?
 
-The secret travels in the endpoint, which workers tell each other over authenticated calls only.
+The secret travels in the endpoint, which workers tell each other over authenticated calls only. Ranks of
+one worker tell it their leader through the store in which they meet, which is as open as their network.
 """
 
 from __future__ import annotations

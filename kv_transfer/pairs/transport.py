@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from kv_transfer.memory import PoolMemory
-from kv_transfer.pairs.group import make_fabric
+from kv_transfer.pairs.choose import make_fabric
 from kv_transfer.pairs.messages import Shape
 from kv_transfer.pairs.metadata import PairMetadata
 from kv_transfer.pairs.owner import CLOSE_LIMIT_S, Owner

@@ -12,7 +12,8 @@ from typing import Any
 
 from transport_kit import filled_pool, new_agent_name
 
-from kv_transfer.pairs.group import GLOO, Fabric, Pair, make_fabric
+from kv_transfer.pairs.choose import GLOO, make_fabric
+from kv_transfer.pairs.group import Fabric, Pair
 from kv_transfer.pairs.owner import Owner
 from protocol.handoff import TransportEndpoint
 

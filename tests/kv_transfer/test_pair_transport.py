@@ -26,7 +26,8 @@ from transport_kit import (
 
 from kv_transfer import MemoryKind, PoolMemory, create_transport
 from kv_transfer.pairs.channel import Channel, greet_owner
-from kv_transfer.pairs.group import GLOO, READER, make_fabric
+from kv_transfer.pairs.choose import GLOO, make_fabric
+from kv_transfer.pairs.group import READER
 from kv_transfer.pairs.messages import Shape
 from kv_transfer.pairs.metadata import PairMetadata
 from kv_transfer.pairs.wishes import blocks_to_bytes, shape_to_bytes

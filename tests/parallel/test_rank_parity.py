@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cpp_variants import CACHE_DIR, best_ops
+from cpp_variants import best_ops
+from parity_kit import FEW_LAYERS, cpp_ops, generate_some, require_parity, token_ids
 from rank_groups import lead_ranks
 from rank_threads import run_groups
 from tiny_models import BlockDealer, generate, make_prompt
@@ -17,44 +16,13 @@ from tiny_shards import load_rank, write_model
 
 from engine import AddSequence, EngineCore, Executor, PromptScored, SchedulerConfig, TokensSampled
 from engine.model import ModelConfig
-from engine.ops.cpu import CpuOps
 from engine.parallel import shard_of
-from engine.weights import ModelFolder, demo_model_path, resolve_model
+from engine.weights import demo_model_path, resolve_model
 from protocol.generation import SamplingParams, Token
 from protocol.ids import SequenceId
 from protocol.rank_layout import RankLayout
 
-FEW_LAYERS = {"num_hidden_layers": 2}
 SMOLLM2 = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144, **FEW_LAYERS}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def generate_some(executor: Any) -> list[list[Token]]:
-    dealer = BlockDealer()
-    sequences = [
-        dealer.sequence(make_prompt(length), 5, logprobs=2, temperature=temperature, seed=length)
-        for length, temperature in ((1, 0.0), (37, 0.0), (18, 0.9))
-    ]
-    return generate(executor, sequences, chunk_size=16)
-
-
-def token_ids(outputs: list[list[Token]]) -> list[list[int]]:
-    return [[token.token_id for token in tokens] for tokens in outputs]
-
-
-def require_parity(folder: ModelFolder, layout: RankLayout, cache_dir: Path) -> None:
-    alone = generate_some(load_rank(folder, None, cache_dir).runner)
-    together = lead_ranks(folder, layout, cache_dir, generate_some)
-    assert token_ids(together) == token_ids(alone)
-    for mine, theirs in zip(chain(*together), chain(*alone), strict=True):
-        assert mine.logprob == pytest.approx(theirs.logprob, abs=2e-4)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -76,14 +44,10 @@ def test_ranks_with_cpp_ops_give_the_same_tokens_and_keep_a_file_of_packed_weigh
     layout: RankLayout, tmp_path: Path
 ) -> None:
     best_ops(torch.float32)  # skips where there are none
-
-    def make_ops() -> CpuOps:
-        return CpuOps.create(CACHE_DIR, dtype=torch.float32, head_dim=16, num_threads=1)
-
     folder = write_model("qwen2", tmp_path, **FEW_LAYERS)
     alone = generate_some(load_rank(folder, None, tmp_path).runner)
     for _ in range(2):  # packs, then maps what was packed
-        together = lead_ranks(folder, layout, tmp_path, generate_some, make_ops=make_ops)
+        together = lead_ranks(folder, layout, tmp_path, generate_some, make_ops=cpp_ops)
         assert token_ids(together) == token_ids(alone)
     config = ModelConfig.from_hf(folder.config)
     assert {file.stem.rpartition("-")[2] for file in tmp_path.glob("*.weights")} == {

@@ -183,7 +183,7 @@ def test_files_of_packed_weights_have_names_of_their_own_for_each_rank_and_layou
         (RankLayout(10), 0, {}, "9 attention heads, which 10 ranks cannot share"),
         (RankLayout(4), 0, {"intermediate_size": 3}, "3 columns"),
         (RankLayout(4), 0, {"vocab_size": 3}, "3 tokens"),
-        (RankLayout(1, 2), 0, {}, "1 layers, which 2 stages cannot share: lower the pipeline parallel"),
+        (RankLayout(1, 2), 0, {}, "1 layers, which 2 stages cannot share: lower pipeline_parallel_size"),
     ],
 )
 def test_impossible_splits_are_refused(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from cpp_variants import CACHE_DIR, best_ops
+from cpp_variants import best_ops
+from parity_kit import FEW_LAYERS, cpp_ops, generate_some, require_parity
 from rank_groups import lead_ranks
 from rank_threads import LIMIT_S, run_groups
-from test_rank_parity import FEW_LAYERS, generate_some, require_parity
 from tiny_models import CPU
 from tiny_shards import load_rank, write_model
 
 from engine.ops import Ops, TorchOps
-from engine.ops.cpu import CpuOps
 from engine.parallel import RankGroups
 from engine.parallel.channel import StepChannel
 from engine.parallel.follower import Follower
@@ -30,14 +29,6 @@ from protocol.rank_layout import RankLayout
 
 HookOf = Callable[[int, LeaderRunner], Callable[[], None] | None]
 TWO_STAGES, TWO_BY_TWO = RankLayout(1, 2), RankLayout(2, 2)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("layout", [TWO_STAGES, TWO_BY_TWO], ids=["two_stages", "two_by_two"])
@@ -54,9 +45,7 @@ def test_stages_that_share_no_layer_change_no_bit(ops: str, dtype: torch.dtype, 
         best_ops(dtype)  # skips where there are none
 
     def make_ops() -> Ops:
-        if ops == "cpp":
-            return CpuOps.create(CACHE_DIR, dtype=dtype, head_dim=16, num_threads=1)
-        return TorchOps(CPU, dtype)
+        return cpp_ops(dtype) if ops == "cpp" else TorchOps(CPU, dtype)
 
     parts = {"dtype": dtype, "make_ops": make_ops}
     alone = generate_some(load_rank(folder, None, tmp_path, **parts).runner)

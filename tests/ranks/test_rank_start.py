@@ -50,8 +50,8 @@ def rank_config(model: Path, num_ranks: int, **changes: Any) -> ClusterConfig:
 @contextmanager
 def led(config: ClusterConfig, launcher: ThreadLauncher) -> Iterator[EngineParts]:
     """A worker's engine with all its ranks, which are told to stop at the end."""
-    with leading(config, Role.PREFILL, IDENTITY, "token", launcher) as seat:
-        parts = build_engine(config, config.prefill, open_model(config), seat=seat)
+    with leading(config, Role.PREFILL, IDENTITY, "token", launcher) as team:
+        parts = build_engine(config, config.prefill, open_model(config), team=team)
         yield parts
         assert isinstance(parts.executor, LeaderRunner)
         parts.executor.stop()

@@ -1,4 +1,4 @@
-"""A rank's seat among those of its worker, from which its engine is made: the only one, leader, follower.
+"""What does a rank do together with the others of its worker, from the making of its engine on?
 
 shard_of   its part of the model                 agree      on what all of them have room for
 join       what ranks do together within a pass
@@ -40,8 +40,8 @@ class Room:
     num_host_blocks: int
 
 
-class Seat(Protocol):
-    """What the making of any rank's engine needs."""
+class Team(Protocol):
+    """What the making of any rank's engine needs: the ranks of a worker, as one of them sees them."""
 
     @property
     def layout(self) -> RankLayout: ...
@@ -56,7 +56,7 @@ class Seat(Protocol):
         """Once all ranks are ready. None: nobody else is there. Raises `EngineFault`."""
 
 
-class LeaderSeat(Seat, Protocol):
+class LeaderTeam(Team, Protocol):
     """What the making of a worker with scheduler and sampler needs beside."""
 
     @property
@@ -73,8 +73,8 @@ class LeaderSeat(Seat, Protocol):
         """The engine, with which the other ranks end."""
 
 
-class OnlySeat:
-    """Of the only rank."""
+class TeamOfOne:
+    """Of a worker with one rank."""
 
     layout = RankLayout()
     kv_sides = ()
@@ -98,8 +98,8 @@ class OnlySeat:
         return engine
 
 
-class SharedSeat:
-    """Of one rank of several; what leader and followers do alike."""
+class RankTeam:
+    """Of several ranks, as each of them sees it; what leader and followers do alike."""
 
     def __init__(self, meeting: Meeting, layout: RankLayout, host: str, ranks: RanksConfig) -> None:
         """`host` is this rank's address, as the others reach it."""
@@ -147,8 +147,8 @@ class SharedSeat:
         self._meeting.fail(error)
 
 
-class FirstSeat(SharedSeat):
-    """Of the leader. Owns the followers that it has started."""
+class LedTeam(RankTeam):
+    """As the leader sees it. Owns the followers that it has started."""
 
     def __init__(
         self, meeting: Meeting, layout: RankLayout, host: str, ranks: RanksConfig, followers: Followers
