@@ -113,6 +113,7 @@ def _ops(
         head_dim=model.head_dim,
         num_threads=threads_per_engine(config, pool),
         cache_dir=config.cache_dir.expanduser() / "cpu-ops",
+        attention=config.attention,
     )
 
 
