@@ -10,8 +10,8 @@ Written against the signatures of 0.7.4, and tested against a stand-in of them; 
 * Slots before a window share tiles with those in it. They hold the sequence's own, finite KV.
 * Planning copies the tables from the device, as in its documentation, and so waits for what was computed
   before: without the wait it would write over a plan that is still on its way to the device.
-* Kernels are compiled when first planned, for minutes and with nvcc, unless flashinfer-jit-cache is
-  installed; warming up does that for one window.
+* Kernels are compiled with nvcc when first planned, in the engine's warm-up, unless flashinfer-jit-cache
+  is installed.
 """
 
 from __future__ import annotations
