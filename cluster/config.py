@@ -176,6 +176,9 @@ class ClusterConfig(Section):
     """Number type of weights and KV; auto: bfloat16 where the hardware multiplies it, else float32."""
     block_size: BlockSize = 16
     """Tokens per KV block."""
+    attention: Literal["triton", "flashinfer", "flash_attn_4"] = "triton"
+    """What attends on GPUs: own kernels, or a library (`pip install 'splitserve[flashinfer]'` or
+    `'splitserve[flash-attn-4]'`), which takes no float32, and whose decode steps are not captured."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Ranks (processes, or GPUs) that share each layer of one worker's model, by heads."""
     pipeline_parallel_size: int = Field(default=1, ge=1)

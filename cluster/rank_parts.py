@@ -115,6 +115,7 @@ def _ops(
         head_dim=model.head_dim,
         num_threads=threads_per_rank(config, pool),
         cache_dir=config.cache_dir.expanduser() / "cpu-ops",
+        attention=config.attention,
     )
 
 

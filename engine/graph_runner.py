@@ -7,15 +7,15 @@ from collections.abc import Callable
 import torch
 
 from engine.captured_decoding import Capture
-from engine.ops import Ops, Recording, TorchOps
+from engine.ops import Ops, Recording
 
 _NUM_WARM_UPS = 2
 """What is done before: kernels are compiled and loaded, and libraries make their workspaces."""
 
 
 def capture_for(ops: Ops, device: torch.device) -> Capture | None:
-    """None where nothing is captured: on CPUs, and with ops that group sequences by what they hold."""
-    if device.type != "cuda" or isinstance(ops, TorchOps):
+    """None where nothing is captured: on CPUs, and with ops that plan on the host what a step holds."""
+    if device.type != "cuda" or ops.attention_waits:
         return None
     return GraphCapture(device)
 

@@ -205,6 +205,10 @@ class Ops(Protocol):
         The layout's arrays are read when the step is computed, not here.
         """
 
+    @property
+    def attention_waits(self) -> bool:
+        """Whether attention groups or plans a step's sequences on the host: no graph can hold it."""
+
 
 @runtime_checkable
 class Drawer(Protocol):

@@ -21,6 +21,7 @@ class TorchOps:
 
     packing = None
     experts_wait = True
+    attention_waits = True
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._uses_onednn = _onednn_can_run(device, dtype)

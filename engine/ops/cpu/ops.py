@@ -50,6 +50,7 @@ class CpuOps:
 
     row_multiple = 1
     experts_wait = False
+    attention_waits = False
 
     def __init__(self, library: Library, dtype: torch.dtype) -> None:
         self.name = f"C++ {library.instruction_set}"

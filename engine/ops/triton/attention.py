@@ -32,18 +32,18 @@ class TritonAttention:
         return self._uploaded
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        launch.write_kv(keys, values, self._kv_blocks, self._tables().slots, layer)
+        launch.write_kv(keys, values, self._kv_blocks, self.tables().slots, layer)
 
     def rotate_and_write(
         self, layer: int, heads: torch.Tensor, num_heads: int, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
         """See `RotatingAttention`."""
-        slots = self._tables().slots
+        slots = self.tables().slots
         launch.rotate_and_write(heads, self._kv_blocks, cos, sin, slots, layer, num_heads)
         return heads[:, :num_heads]
 
     def attend(self, layer: int, queries: torch.Tensor, window: int | None) -> torch.Tensor:
-        tables = self._tables()
+        tables = self.tables()
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         num_keys = launch.NO_WINDOW if window is None else window
         if len(tables.decodes):
@@ -52,7 +52,8 @@ class TritonAttention:
             self._attend_chunks(output, queries, tables, layer, num_keys)
         return output
 
-    def _tables(self) -> StepTables:
+    def tables(self) -> StepTables:
+        """As they were uploaded; uploaded now, if they were not yet."""
         return self._uploaded or self.upload()
 
     def _attend_decodes(

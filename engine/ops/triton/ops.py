@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.ops.experts import choose_experts, stack, sum_by_expert
-from engine.ops.port import BatchLayout, Linear, LinearStack, Matrices, Routing
+from engine.ops.port import BatchLayout, Linear, LinearStack, Matrices, RotatingAttention, Routing
 from engine.ops.triton import launch
 from engine.ops.triton.attention import TritonAttention
 from engine.ops.triton.experts import group_downs, group_gate_ups, sum_grouped
@@ -17,8 +17,9 @@ class TritonOps:
     """Implements `Ops` for tensors of one dtype on one GPU."""
 
     packing = None
-    name = "Triton"
+    name: str = "Triton"
     row_multiple = 1
+    attention_waits = False
 
     def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning
@@ -95,5 +96,5 @@ class TritonOps:
         launch.rotate(x, cos, sin)
         return x
 
-    def attention(self, layout: BatchLayout, kv_blocks: torch.Tensor) -> TritonAttention:
+    def attention(self, layout: BatchLayout, kv_blocks: torch.Tensor) -> RotatingAttention:
         return TritonAttention(layout, kv_blocks, self._tuning)

@@ -53,7 +53,7 @@ class Tuning:
             raise StartupError(f"the Triton ops compute in float32, float16 and bfloat16, not in {dtype}")
         if head_dim > MAX_HEAD_DIM or head_dim % 2:
             raise StartupError(f"the Triton ops take even head sizes up to {MAX_HEAD_DIM}, not {head_dim}")
-        target, properties = _current_gpu()
+        target, properties = current_gpu()
         tiles = _AMD if target.backend == "hip" else _NVIDIA
         decode, prefill = tiles[dtype.itemsize][padded(head_dim, 64)]
         return cls(decode, prefill, properties["multiprocessor_count"], _groups_experts(target, dtype))
@@ -72,8 +72,8 @@ def _groups_experts(target: Any, dtype: torch.dtype) -> bool:
     return target.backend == "cuda" and target.arch // 10 in {9, 10} and dtype is torch.bfloat16
 
 
-def _current_gpu() -> tuple[Any, dict[str, int]]:
-    """(Triton's target, properties)."""
+def current_gpu() -> tuple[Any, dict[str, int]]:
+    """(Triton's target, properties). Raises `StartupError` where there is none."""
     from triton.runtime.driver import driver
 
     try:
