@@ -89,7 +89,7 @@ def _accept(
     listener.settimeout(_left_s(deadline_s))
     connection, _ = listener.accept()
     other = _hear_hello(connection, secret, min(_HELLO_S, _left_s(deadline_s)))
-    if other in expected and other not in found:
+    if other is not None and other in expected and other not in found:
         found[other] = connection
     else:
         connection.close()
