@@ -40,6 +40,7 @@ class LocalCluster:
     """
 
     def __init__(self, config: ClusterConfig) -> None:
+        config = _with_patient_ranks(config)
         token = self.token = secrets.token_hex(16)
         """Opens the workers' gRPC servers."""
         self.directory = InProcessDirectory()
@@ -150,6 +151,13 @@ class LocalCluster:
                 return
             await asyncio.sleep(READY_POLL_S)
         raise StartupError(f"the cluster is not ready after {READY_TIMEOUT_S:.0f} s: {reason}")
+
+
+def _with_patient_ranks(config: ClusterConfig) -> ClusterConfig:
+    """The ranks of a worker that is loaded wait for their first step until all others are loaded, too."""
+    ranks = config.ranks
+    patient = ranks.model_copy(update={"step_timeout_s": max(ranks.step_timeout_s, ranks.start_timeout_s)})
+    return config.model_copy(update={"ranks": patient})
 
 
 async def _stop_all(workers: Sequence[PrefillWorker | DecodeWorker]) -> None:

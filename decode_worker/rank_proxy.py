@@ -20,6 +20,10 @@ from rpc import error_from_rpc, open_blocking_channel
 CALL_LIMIT_S = 5.0
 """For a rank to connect or to disconnect. A read has no limit here: it ends when it ends."""
 
+KEEPALIVE_S = 20.0
+"""A rank that stands still for some seconds, as on a busy machine, goes on afterwards, and its reads with
+it: a call that is cut off meanwhile costs the whole worker. Whether the rank is gone, its steps tell."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -29,7 +33,7 @@ class RankProxy:
     def __init__(self, rank: int, address: str, token: str, *, call_limit_s: float = CALL_LIMIT_S) -> None:
         """`address` is that of the rank's `RankReadServer`."""
         self.name = f"rank {rank} at {address}"
-        self._channel = open_blocking_channel(address, token)
+        self._channel = open_blocking_channel(address, token, keepalive_s=KEEPALIVE_S)
         self._stub = KvRankStub(self._channel)
         self._call_limit_s = call_limit_s
         self.is_lost = False

@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 
+from decode_worker.rank_proxy import KEEPALIVE_S
 from decode_worker.reader import BlockReader, TransportThread
 from protocol.codec import endpoint_from_wire, fingerprint_from_wire
 from protocol.errors import EngineFault, SplitserveError, StartupError, TransferFailed
@@ -127,7 +128,9 @@ class RankReadServer:
         reader.start()
         try:
             register = partial(add_KvRankServicer_to_server, KvRankService(reader))
-            server = await start_server([register], self._host, self._port, self._token)
+            server = await start_server(
+                [register], self._host, self._port, self._token, keepalive_s=KEEPALIVE_S
+            )
             self._address.set_result(server.address)
             await self._stopping.wait()
             await server.stop(grace_s=0)

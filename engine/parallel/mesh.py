@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _SECRET_BYTES = 16
 _HELLO = struct.Struct(f"<{_SECRET_BYTES}sI")
+_HELLO_S = 2.0
+"""A rank says who it is at once."""
 
 
 class Connections:
@@ -86,12 +88,22 @@ def _accept(
     """Add the next one to `found`, unless it is none that is expected."""
     listener.settimeout(_left_s(deadline_s))
     connection, _ = listener.accept()
-    connection.settimeout(_left_s(deadline_s))
-    told, other = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL).ljust(_HELLO.size, b"\0"))
-    if secrets.compare_digest(told, secret) and other in expected and other not in found:
+    other = _hear_hello(connection, secret, min(_HELLO_S, _left_s(deadline_s)))
+    if other is not None and other in expected and other not in found:
         found[other] = connection
     else:
         connection.close()
+
+
+def _hear_hello(connection: socket.socket, secret: bytes, limit_s: float) -> int | None:
+    """Who it is; None for a stranger, who may also be silent, or gone."""
+    connection.settimeout(limit_s)
+    try:
+        hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
+    except OSError:
+        return None
+    told, other = _HELLO.unpack(hello.ljust(_HELLO.size, b"\0"))
+    return int(other) if secrets.compare_digest(told, secret) else None
 
 
 def _left_s(deadline_s: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -21,10 +22,11 @@ from decode_worker.reader import TransportThread
 from kv_transfer import FaultKind, FaultyTransport, LayoutReader, PoolMemory
 from protocol.errors import LayoutMismatch, SplitserveError, StartupError, TransferFailed
 from protocol.faults import FaultPlan
-from protocol.handoff import Fingerprint, TransportEndpoint
+from protocol.handoff import Fingerprint, PoolDescription, TransportEndpoint
 from protocol.ports import FetchStatus, KvTransport, TokenFetch
 from protocol.rank_layout import RankLayout
 from rpc import Health
+from rpc.options import KEEPALIVE_S
 
 THEIR_TABLE, MY_TABLE = blocks(3, 11, 1), blocks(9, 2, 5)
 LIMIT_S = 20.0
@@ -288,6 +290,31 @@ def test_a_rank_that_is_killed_is_lost_within_moments_and_its_read_stays_pending
     assert read.poll() is FetchStatus.PENDING
     with pytest.raises(TransferFailed, match=r"rank 1 .* is lost"):
         proxy.check()
+    proxy.close()
+
+
+def test_a_rank_that_stands_still_for_seconds_is_not_lost() -> None:
+    """Longer than a peer in another worker may: this read goes on when the rank does."""
+    script = Path(__file__).with_name("endless_rank.py")
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as process:
+        assert process.stdout is not None
+        proxy = RankProxy(1, process.stdout.readline().strip(), CLUSTER_TOKEN)
+        read = proxy.fetch_tokens("peer", THEIR_TABLE, MY_TABLE, range(12))
+        assert process.stdout.readline() == "reading\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(2.5 * KEEPALIVE_S)
+        process.send_signal(signal.SIGCONT)
+        peer = TransportEndpoint("fake", "peer", PoolDescription(12, 100), b"")
+        assert proxy.connect(peer, fingerprint_of(RankLayout(1), 4)).error() is None
+        assert read.poll() is FetchStatus.PENDING
+        proxy.check()
+        process.kill()
     proxy.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 
 import pytest
@@ -134,6 +135,31 @@ def test_a_stranger_at_a_ranks_door_is_not_let_in() -> None:
         assert stranger.recv(1) == b""
     join(1)
     first.join(30)
+    assert sorted(communicator.rank for communicator in found) == [0, 1]
+    for communicator in found:
+        communicator.close()
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_a_stranger_who_says_nothing_or_hangs_up_does_not_end_the_start(*, is_silent: bool) -> None:
+    """As those do who look which ports are open."""
+    store = HashStore()
+    found: list[Communicator] = []
+
+    def join(rank: int) -> None:
+        found.append(connect("tcp", store, rank, 2, device=CPU, limit_s=30))
+
+    first = threading.Thread(target=join, args=(0,))
+    first.start()
+    store.wait(["address 0"])
+    _, port, host = store.get("address 0").decode().split()
+    stranger = socket.create_connection((host, int(port)), timeout=30)
+    if not is_silent:  # not politely, but with a reset
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        stranger.close()
+    join(1)
+    first.join(30)
+    stranger.close()
     assert sorted(communicator.rank for communicator in found) == [0, 1]
     for communicator in found:
         communicator.close()

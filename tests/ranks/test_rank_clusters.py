@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,14 @@ async def test_experts_may_be_dealt_out_whole(tmp_path: Path) -> None:
     mixture = tiny_model("mixtral", tmp_path, num_hidden_layers=2)
     changes = {"kv_transfer__transport": "loopback", "ranks__expert_parallel": True}
     await assert_verified(rank_config(mixture, (2, 1), (1, 1), **changes))
+
+
+async def test_ranks_wait_for_workers_that_take_longer_to_load(model: Path) -> None:
+    """Than a step may take, as those of large models do."""
+    config = rank_config(
+        model, (2, 1), (1, 1), kv_transfer__transport="loopback", ranks__step_timeout_s=0.2
+    )
+    cluster = LocalCluster(config)
+    await asyncio.sleep(0.5)
+    async with cluster:
+        await cluster.wait_until_idle(timeout_s=30)
