@@ -20,5 +20,5 @@ class RanksConfig(Section):
     """Deal whole experts out to the ranks of a stage, instead of some columns of each."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """How long the ranks of a worker wait for each other while they load the model."""
-    step_timeout_s: float = Field(default=60.0, gt=0)
+    step_timeout_s: float = Field(default=30.0, gt=0)
     """A rank that takes no part in a step for so long is taken for lost, and its worker is replaced."""

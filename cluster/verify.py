@@ -44,6 +44,7 @@ def verify(config: ClusterConfig, options: VerifyOptions, console: Console) -> b
 
     folder = open_model(config)
     baseline = build_engine(config, config.prefill, folder)
+    _require_judge(config, baseline.fingerprint.dtype, options)
     cases = _cases(folder, baseline.scheduler.max_model_len, options)
     reference = _load_reference(folder, console) if options.with_reference else None
     found = asyncio.run(_compare(config, _Oracles(baseline, reference), cases, remote, console))
@@ -87,8 +88,23 @@ async def _compare(
             colocated=oracles.colocated,
             reference=oracles.transformers.answer if oracles.transformers else None,
             is_tie=oracles.is_tie,
+            adds_up_alike=_adds_up_alike(config),
             say=partial(console.print, style="dim"),
         )
+
+
+def _require_judge(config: ClusterConfig, dtype: str, options: VerifyOptions) -> None:
+    """Raises `StartupError` where only the reference could say whether a difference means anything."""
+    if dtype != "float32" and not options.with_reference and not _adds_up_alike(config):
+        raise StartupError(
+            f"ranks that share layers round sums in {dtype} otherwise than one engine does: leave"
+            " --no-reference out, so that ties can be told, or verify with --dtype float32"
+        )
+
+
+def _adds_up_alike(config: ClusterConfig) -> bool:
+    """Ranks that share layers round each part of a sum by itself, where a lone engine rounds once."""
+    return all(config.layout_of(pool).tensor_parallel_size == 1 for pool in (config.prefill, config.decode))
 
 
 def _find_server(config: ClusterConfig, url: str, console: Console) -> RemoteCluster:

@@ -39,7 +39,9 @@ def _following(spec: RankSpec, network: LoopbackNetwork | None) -> Iterator[Foll
     config = spec.cluster_config()
     pool = config.pool(spec.role)
     layout = config.layout_of(pool)
-    meeting = Meeting(spec.store_address, spec.rank, layout.num_ranks, config.ranks.start_timeout_s)
+    meeting = Meeting(
+        spec.store_address, spec.rank, layout.num_ranks, config.ranks.start_timeout_s, token=spec.token
+    )
     team = RankTeam(meeting, layout, spec.host, config.ranks)
     with ExitStack() as ends:
         try:

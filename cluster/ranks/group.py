@@ -80,5 +80,7 @@ def _start_followers(
         for rank in range(1, layout.num_ranks)
     ]
     followers = Followers(handles, store)
-    meeting = Meeting(address, 0, layout.num_ranks, limits.start_timeout_s, watch=followers.check)
+    meeting = Meeting(
+        address, 0, layout.num_ranks, limits.start_timeout_s, token=token, watch=followers.check
+    )
     return LedTeam(meeting, layout, launcher.host, limits, followers)

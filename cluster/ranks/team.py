@@ -127,6 +127,7 @@ class RankTeam:
             device=device,
             host=self._host,
             limit_s=self._ranks.step_timeout_s,
+            key=self._meeting.group_key("groups"),
         )
         return RankPartition(shard, self._groups)
 

@@ -27,12 +27,14 @@ def connect(
     device: torch.device,
     host: str = "127.0.0.1",
     limit_s: float = 60.0,
+    key: bytes = b"",
 ) -> Communicator:
     """This rank's place in a group for tensors on `device`; waits for the others, `limit_s` at most.
 
     Two groups of the same ranks need a store each, or one under two prefixes. `host` is this rank's
-    address, as others reach it. Raises `StartupError` for an impossible kind, or one that this torch lacks,
-    `EngineFault` when the ranks do not meet.
+    address, as others reach it; by `key` ranks know each other, where the kind is tcp. Raises
+    `StartupError` for an impossible kind, or one that this torch lacks, `EngineFault` when the ranks do not
+    meet.
     """
     if kind not in KINDS:
         raise StartupError(f"there is no communicator {kind!r}; there are {', '.join(KINDS)}")
@@ -46,4 +48,4 @@ def connect(
         return NcclCommunicator(store, rank, num_ranks, device, limit_s=limit_s)
     if kind == "gloo":
         return GlooCommunicator(store, rank, num_ranks, host=host, limit_s=limit_s)
-    return TcpCommunicator(store, rank, num_ranks, host=host, limit_s=limit_s)
+    return TcpCommunicator(store, rank, num_ranks, host=host, limit_s=limit_s, key=key)

@@ -61,17 +61,18 @@ def connect_groups(
     device: torch.device,
     host: str = "127.0.0.1",
     limit_s: float = 60.0,
+    key: bytes = b"",
 ) -> RankGroups:
     """This rank's places in all of its groups; `store` is for nothing else, or has a prefix of its own.
 
-    `kind` is that of `connect`, for tensors on `device`; steps always go by TCP. Waits for the others,
-    `limit_s` at most per group. Raises as `connect` does.
+    `kind` and `key` are those of `connect`, for tensors on `device`; steps always go by TCP. Waits for the
+    others, `limit_s` at most per group. Raises as `connect` does.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     def join(name: str, kind: str, place: int, size: int, device: torch.device = device) -> Communicator:
         own = PrefixStore(name, store)
-        communicator = connect(kind, own, place, size, device=device, host=host, limit_s=limit_s)
+        communicator = connect(kind, own, place, size, device=device, host=host, limit_s=limit_s, key=key)
         joined.callback(communicator.close)
         return communicator
 

@@ -1,13 +1,13 @@
 """How does each rank of a group get a connection to each other one? Through a store with their addresses.
 
-each rank    listens, and puts its address and a secret of its own into the store
-rank r       connects to the ranks before it, tells the secret of each and who it is
-             accepts those after it that know its secret; others are hung up on
+each rank    listens, and puts its address into the store, which strangers may read
+rank r       connects to the ranks before it, says who it is, and proves that it has the worker's key
+             accepts those after it that do so; others are hung up on
 """
 
 from __future__ import annotations
 
-import secrets
+import hmac
 import socket
 import struct
 import time
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-_SECRET_BYTES = 16
-_HELLO = struct.Struct(f"<{_SECRET_BYTES}sI")
+_PROOF_BYTES = 32
+_HELLO = struct.Struct(f"<{_PROOF_BYTES}sI")
 _HELLO_S = 2.0
 """A rank says who it is at once."""
 
@@ -51,59 +51,59 @@ class Connections:
             connection.close()
 
 
-def meet(store: Store, rank: int, num_ranks: int, host: str, limit_s: float) -> Connections:
-    """Wait for all. Raises `OSError` or `RuntimeError` for those that do not come within `limit_s`."""
+def meet(store: Store, rank: int, num_ranks: int, *, host: str, limit_s: float, key: bytes) -> Connections:
+    """Wait for all; `key` is what no stranger knows.
+
+    Raises `OSError` or `RuntimeError` for those that do not come within `limit_s`.
+    """
     deadline_s = time.monotonic() + limit_s
-    secret = secrets.token_bytes(_SECRET_BYTES)
     found: dict[int, socket.socket] = {}
     try:
         with socket.create_server((host, 0), family=_family(host), backlog=num_ranks) as listener:
-            store.set(f"address {rank}", f"{secret.hex()} {listener.getsockname()[1]} {host}")
+            address = f"{listener.getsockname()[1]} {host}"
+            store.set(f"address {rank}", address)
             for other in range(rank):
-                found[other] = _call(store, rank, other, deadline_s)
+                found[other] = _call(store, rank, other, key, deadline_s)
             while len(found) < num_ranks - 1:
-                _accept(listener, secret, range(rank + 1, num_ranks), found, deadline_s)
+                other, connection = _accept(listener, address, key, deadline_s)
+                if rank < other < num_ranks and other not in found:
+                    found[other] = connection
+                else:
+                    connection.close()
     except BaseException:
         Connections(found).close()
         raise
     return Connections(found)
 
 
-def _call(store: Store, rank: int, other: int, deadline_s: float) -> socket.socket:
-    key = f"address {other}"
-    store.wait([key], timedelta(seconds=_left_s(deadline_s)))
-    secret, port, host = store.get(key).decode().split()
+def _call(store: Store, rank: int, other: int, key: bytes, deadline_s: float) -> socket.socket:
+    name = f"address {other}"
+    store.wait([name], timedelta(seconds=_left_s(deadline_s)))
+    address = store.get(name).decode()
+    port, host = address.split()
     connection = socket.create_connection((host, int(port)), timeout=_left_s(deadline_s))
-    connection.sendall(_HELLO.pack(bytes.fromhex(secret), rank))
+    connection.sendall(_HELLO.pack(_proof(key, rank, address), rank))
     return connection
 
 
 def _accept(
-    listener: socket.socket,
-    secret: bytes,
-    expected: range,
-    found: dict[int, socket.socket],
-    deadline_s: float,
-) -> None:
-    """Add the next one to `found`, unless it is none that is expected."""
+    listener: socket.socket, address: str, key: bytes, deadline_s: float
+) -> tuple[int, socket.socket]:
+    """The next one, with the rank that it is; -1 for a stranger, who may also be silent, or gone."""
     listener.settimeout(_left_s(deadline_s))
     connection, _ = listener.accept()
-    other = _hear_hello(connection, secret, min(_HELLO_S, _left_s(deadline_s)))
-    if other is not None and other in expected and other not in found:
-        found[other] = connection
-    else:
-        connection.close()
-
-
-def _hear_hello(connection: socket.socket, secret: bytes, limit_s: float) -> int | None:
-    """Who it is; None for a stranger, who may also be silent, or gone."""
-    connection.settimeout(limit_s)
+    connection.settimeout(min(_HELLO_S, _left_s(deadline_s)))
     try:
         hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
     except OSError:
-        return None
+        return -1, connection
     told, other = _HELLO.unpack(hello.ljust(_HELLO.size, b"\0"))
-    return int(other) if secrets.compare_digest(told, secret) else None
+    return (other if hmac.compare_digest(told, _proof(key, other, address)) else -1), connection
+
+
+def _proof(key: bytes, caller: int, address: str) -> bytes:
+    """Of one who has the key, for this call alone: a port is not used twice while anybody remembers it."""
+    return hmac.digest(key, f"{caller} {address}".encode(), "sha256")
 
 
 def _left_s(deadline_s: float) -> float:

@@ -34,9 +34,17 @@ class TcpCommunicator:
     """
 
     def __init__(
-        self, store: Store, rank: int, num_ranks: int, *, host: str = "127.0.0.1", limit_s: float = 60.0
+        self,
+        store: Store,
+        rank: int,
+        num_ranks: int,
+        *,
+        host: str = "127.0.0.1",
+        limit_s: float = 60.0,
+        key: bytes = b"",
     ) -> None:
-        """Waits for all ranks, `limit_s` at most. `host` is this rank's address, as others reach it.
+        """Waits for all ranks, `limit_s` at most. `host` is this rank's address, as others reach it; `key`
+        is what only ranks of this group know.
 
         Raises `EngineFault`.
         """
@@ -45,7 +53,7 @@ class TcpCommunicator:
         self._has_ended = False
         self._others = [other for other in range(num_ranks) if other != rank]
         try:
-            self._connections = meet(store, rank, num_ranks, host, limit_s)
+            self._connections = meet(store, rank, num_ranks, host=host, limit_s=limit_s, key=key)
         except (OSError, RuntimeError, ValueError) as error:
             raise self._fault("start", error) from error
 

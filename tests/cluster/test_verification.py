@@ -13,7 +13,7 @@ from cluster.verification import Case, compare, greedy_cases, seeded_cases, veri
 from cluster.verification.cases import PROMPT_LENGTHS
 from cluster.verification.compare import first_difference
 from cluster.verification.remote import base_url
-from cluster.verify import VerifyOptions, verify
+from cluster.verify import VerifyOptions, _require_judge, verify
 from protocol.errors import StartupError, WorkerUnavailable
 
 TEXT = list(range(100))
@@ -79,6 +79,37 @@ async def test_a_wrong_token_of_the_cluster_fails_the_verification() -> None:
     assert good.is_equal
     assert not bad.is_equal
     assert any("differs first at output token 1" in line for line in bad.lines())
+
+
+async def test_only_ranks_that_add_up_otherwise_are_excused_for_a_tie() -> None:
+    async def one(cases: Sequence[Case]) -> list[list[int]]:
+        return [[1, 2] for _ in cases]
+
+    async def other(cases: Sequence[Case]) -> list[list[int]]:
+        return [[1, 3] for _ in cases]
+
+    cases = greedy_cases(TEXT, 2, 2, 1024)
+    for adds_up_alike in (True, False):
+        found = await verify_answers(
+            cases,
+            cluster=one,
+            colocated=other,
+            reference=one,
+            is_tie=lambda case, output: True,
+            adds_up_alike=adds_up_alike,
+            say=lambda _: None,
+        )
+        assert found.is_equal is not adds_up_alike
+
+
+def test_ranks_in_bfloat16_are_not_judged_without_the_reference() -> None:
+    config = load_config(None, {"tensor_parallel_size": 2})
+    with pytest.raises(StartupError, match="leave --no-reference out"):
+        _require_judge(config, "bfloat16", VerifyOptions(with_reference=False))
+    _require_judge(config, "float32", VerifyOptions(with_reference=False))
+    _require_judge(config, "bfloat16", VerifyOptions())
+    staged = load_config(None, {"pipeline_parallel_size": 2})
+    _require_judge(staged, "bfloat16", VerifyOptions(with_reference=False))
 
 
 @pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])

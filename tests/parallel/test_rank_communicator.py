@@ -129,9 +129,9 @@ def test_a_stranger_at_a_ranks_door_is_not_let_in() -> None:
     first = threading.Thread(target=join, args=(0,))
     first.start()
     store.wait(["address 0"])
-    _, port, host = store.get("address 0").decode().split()
+    port, host = store.get("address 0").decode().split()
     with socket.create_connection((host, int(port)), timeout=30) as stranger:
-        stranger.sendall(bytes(16) + (1).to_bytes(4, "little"))
+        stranger.sendall(bytes(32) + (1).to_bytes(4, "little"))
         assert stranger.recv(1) == b""
     join(1)
     first.join(30)
@@ -152,7 +152,7 @@ def test_a_stranger_who_says_nothing_or_hangs_up_does_not_end_the_start(*, is_si
     first = threading.Thread(target=join, args=(0,))
     first.start()
     store.wait(["address 0"])
-    _, port, host = store.get("address 0").decode().split()
+    port, host = store.get("address 0").decode().split()
     stranger = socket.create_connection((host, int(port)), timeout=30)
     if not is_silent:  # not politely, but with a reset
         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
