@@ -24,7 +24,7 @@ help: ## Show this list
 serve: $(STAMPS)/demo ## Start a cluster and serve the OpenAI API [MODEL=folder|file.gguf] [ARGS="--port 8001 ..."]
 	@exec $(BIN)/splitserve serve $(MODEL) $(ARGS)
 
-test: $(STAMPS)/dev $(STAMPS)/demo ## Run all tests in two processes, about 16 minutes [ARGS="-k name"]
+test: $(STAMPS)/dev $(STAMPS)/demo ## Run all tests in two processes, about 15 minutes [ARGS="-k name"]
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 # Triton decides on import whether it interprets kernels or compiles them. 5: ARGS choose none of these.

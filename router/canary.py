@@ -103,7 +103,9 @@ class Canary:
             self._last_error = error
             is_busy = isinstance(error, DeadlineExceeded | Overloaded)
             self._crowded_out_at = generation.current if is_busy else None
-            logger.warning("the canary's hand-off failed: %s: %s", type(error).__name__, error)
+            # What a worker had no time for, since it gets on with other work, need not alarm anybody.
+            level = logging.INFO if self._is_crowded_out() else logging.WARNING
+            logger.log(level, "the canary's hand-off failed: %s: %s", type(error).__name__, error)
         else:
             self._last_error = None
             self._crowded_out_at = None

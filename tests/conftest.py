@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from served_cluster import Served
 
 
-settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("shared machine")
+_SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("the same examples", derandomize=True, **_SLOW)
+settings.register_profile("explore", **_SLOW)  # pytest --hypothesis-profile explore
+settings.load_profile("the same examples")
 
 CLUSTERS_OF_PROCESSES = {"acceptance", "cluster_hosts", "netns", "soak"}
 """Folders of tests that start some, and see what becomes of them under load."""

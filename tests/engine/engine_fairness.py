@@ -15,22 +15,30 @@ class Fairness:
         self._config = engine.config
         self._roster = engine.roster
         self._was_running: dict[Sequence, int] = {}
+        self._was_computed: dict[Sequence, int] = {}
         self._was_waiting: list[Sequence] = []
 
     def before_step(self) -> None:
         self._was_running = {s: len(s.block_table) for s in (*self._roster.decodes, *self._roster.prefills)}
+        self._was_computed = {s: s.num_computed for s in self._was_running}
         self._was_waiting = self._roster.waiting.sequences()
 
     def look_at(self, plan: StepPlan) -> None:
         """Between the plan and its execution."""
         waits = (SequenceState.WAITING, SequenceState.SWAPPED)
         victims = [s for s in self._was_running if s.state in waits]
-        entered = [s for s in self._was_waiting if s.block_table]
+        entered = [s for s in self._was_waiting if s.block_table] + self._who_gave_way_and_came_back()
         self._nobody_gave_way_for_nothing(victims, entered)
         if not victims and not plan.copies:
             self._the_first_one_got_what_it_outranks()
         if not entered:
             self._a_long_prefill_alone_is_not_held_back(plan)
+
+    def _who_gave_way_and_came_back(self) -> list[Sequence]:
+        """Within this very step: its blocks were short, but what others had cached made up for it."""
+        return [
+            s for s, computed in self._was_computed.items() if s.block_table and s.num_computed < computed
+        ]
 
     def who_is_refused(self, newcomer: str, priority: int) -> str | None:
         """When one more is to be computed here; None when the queue has room."""

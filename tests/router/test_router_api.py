@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from typing import Any
 
 import httpx
@@ -283,7 +284,10 @@ async def test_metrics_merge_router_and_workers() -> None:
         assert 'splitserve_http_responses_total{path="/v1/completions",status="200"} 1.0' in text
 
 
-async def test_handoff_that_had_no_turn_at_a_busy_worker_leaves_the_service_ready() -> None:
+async def test_handoff_that_had_no_turn_at_a_busy_worker_leaves_the_service_ready(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "router.canary")
     changes = {"canary_interval_s": 0.01, "canary_timeout_s": 0.02}
     async with bench(**changes) as running:
         router, worker = running.router, running.prefill
@@ -297,7 +301,13 @@ async def test_handoff_that_had_no_turn_at_a_busy_worker_leaves_the_service_read
             worker.report(Load(num_running=1, num_waiting=3, progress=next(layers)))
             return router.not_ready_because() is None
 
+        def levels() -> list[int]:
+            return [record.levelno for record in caplog.records if record.name == "router.canary"]
+
         await running.until(is_ready_while_it_works)
+        caplog.clear()
+        await running.until(lambda: is_ready_while_it_works() and bool(levels()))
+        assert set(levels()) == {logging.INFO}  # it alarms nobody
         await running.until(lambda: router.not_ready_because() is not None)  # it has stopped again
         worker.resume()
 
