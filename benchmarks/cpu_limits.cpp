@@ -21,6 +21,8 @@ NOTHING(attention)
 NOTHING(rms_norm)
 NOTHING(rope)
 NOTHING(write_kv)
+NOTHING(route)
+NOTHING(experts)
 NOTHING(draw)
 EXPORT void splitserve_replay(Pool*, const void*, int64_t) {}
 
